@@ -1,0 +1,1 @@
+"""Faults: how to cause one, prove it and undo it."""

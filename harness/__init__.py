@@ -1,0 +1,1 @@
+"""The harness: targets, scenarios, run folders, checks and the command line."""

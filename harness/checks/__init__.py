@@ -1,0 +1,1 @@
+"""Checks: each a function from a run folder to a verdict."""

@@ -1,0 +1,1 @@
+"""Commands of `pdproof` that run and judge."""

@@ -1,0 +1,1 @@
+"""Targets: what starts, names and ends the processes under test."""

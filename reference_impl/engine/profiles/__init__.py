@@ -1,0 +1,1 @@
+"""Compute profiles, as data."""

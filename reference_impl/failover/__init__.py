@@ -1,0 +1,1 @@
+"""Failover of a worker: lock, probe, supervisor."""

@@ -1,0 +1,1 @@
+"""The memory service (GMS): device memory that outlives the engines that use it."""

@@ -1,0 +1,1 @@
+"""The router: registration with epochs, round robin, and errors that the client can see."""

@@ -1,0 +1,1 @@
+"""The protocol's rules: pure, with time as an argument."""

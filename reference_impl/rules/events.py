@@ -1,0 +1,67 @@
+"""The words of the protocol's history: what an actor may say happened to it.
+
+An event is a fact stamped by the process that it happened to. Checks and reports read events and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+Scalar = str | int | float | bool | None
+
+
+class EventKind(enum.StrEnum):
+    """Every kind of event; `subject` and `detail` are described beside each."""
+
+    # A process's life. subject: the process's name.
+    PROCESS_STARTED = "process.started"  # detail: pid, start_ticks, role, worker_id
+    PROCESS_EXITED = "process.exited"  # seen by its parent. detail: pid, status (exit code, or -signal)
+    PROCESS_HUNG = "process.hung"  # the probe's verdict. detail: pid, silent_ms
+    # An engine's life. subject: engine id. detail of each: worker_id
+    INIT_PHASE = "engine.init_phase"  # detail: name, start_ns, end_ns, emulated
+    ENGINE_ASLEEP = "engine.asleep"  # parked: a shadow. detail: pss_bytes
+    ENGINE_WAKING = "engine.waking"
+    ENGINE_AWAKE = "engine.awake"  # it may serve from here on. detail: epoch
+    WAKE_FAILED = "engine.wake_failed"  # detail: reason
+    CANARY_ANSWERED = "engine.canary_answered"  # detail: ok
+    PROMOTION_PHASE = "engine.promotion_phase"  # detail: name, start_ns, end_ns, emulated
+    # Failover lock. subject: engine id
+    LOCK_WAITING = "lock.waiting"
+    LOCK_WON = "lock.won"  # detail: epoch, worker_id
+    # Memory service. subject: device id (the service) or engine id (a client)
+    WEIGHTS_MAPPED = "weights.mapped"  # detail: bytes, generation
+    WEIGHTS_UNMAPPED = "weights.unmapped"
+    KV_MAPPED = "kv.mapped"  # detail: bytes
+    SESSION_OPENED = "memory.session_opened"  # detail: session, tag, mode, engine_id, epoch
+    SESSION_CLOSED = "memory.session_closed"  # detail: session, tag, mode, reason, allocations
+    SESSION_REFUSED = "memory.session_refused"  # detail: tag, mode, reason
+    LAYOUT_COMMITTED = "memory.layout_committed"  # detail: tag, generation, hash, bytes, allocations
+    # Router. subject: engine id. detail: worker_id
+    ROUTER_REGISTERED = "router.registered"  # detail: worker_id, epoch
+    ROUTER_REFUSED = "router.refused"  # detail: worker_id, epoch, reason
+    ROUTER_REMOVED = "router.removed"  # detail: worker_id, reason
+    # Faults. subject: fault id
+    FAULT_INJECTED = "fault.injected"  # detail: fault, target, pid, worker_id
+    FAULT_PROVED = "fault.proved"  # detail: evidence
+    FAULT_UNPROVED = "fault.unproved"  # detail: reason
+    FAULT_HEALED = "fault.healed"
+    # The harness. subject: run id
+    PHASE_STARTED = "phase.started"  # detail: phase
+    PHASE_ENDED = "phase.ended"  # detail: phase
+    NOTE = "note"  # detail: text
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of `events.jsonl`.
+
+    `t_ns` is monotonic with one base a host; `wall_ns` is for display; `actor` is the process that says it.
+    """
+
+    t_ns: int
+    wall_ns: int
+    actor: str
+    kind: EventKind
+    subject: str
+    detail: dict[str, Scalar] = {}

@@ -1,0 +1,1 @@
+"""Reports: a run folder in, one HTML file out."""

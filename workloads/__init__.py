@@ -1,0 +1,1 @@
+"""Workloads: schedules, prompts, the streaming client and the locust file."""
