@@ -18,9 +18,13 @@ class EventLog:
         self.actor = actor
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def say(self, kind: EventKind, subject: str, *, at_ns: int | None = None, **detail: Scalar) -> Event:
-        """Write one event, stamped now or with `at_ns`, and return it. One `write` a line: lines never interleave."""
-        event = Event(now_ns() if at_ns is None else at_ns, wall_ns(), self.actor, kind, subject, detail)
+    def say(self, kind: EventKind, subject: str, **detail: Scalar) -> Event:
+        """Write one event, stamped now, and return it."""
+        return self.say_at(now_ns(), kind, subject, **detail)
+
+    def say_at(self, t_ns: int, kind: EventKind, subject: str, **detail: Scalar) -> Event:
+        """Write one event that happened at `t_ns`, and return it. One `write` a line: lines never interleave."""
+        event = Event(t_ns, wall_ns(), self.actor, kind, subject, detail)
         if self._fd >= 0:
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
         return event

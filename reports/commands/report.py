@@ -1,0 +1,48 @@
+"""`pdproof report`: draws pages from run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from harness.run_folder import RunFolder
+from reports.comparison import summary_json
+from reports.page import comparison_page, write, write_run_page
+from reports.summary import summarise
+
+
+@click.command(name="report", short_help="Draw the pages of runs.")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write here, not into the run folders.")
+def command(runs: tuple[Path, ...], out: Path | None) -> None:
+    """Draw a page for each RUN folder: RUN/report.html, one file that works offline.
+
+    Given one cold and one shadow run, draw the page that compares them instead, with its summary.json. With --out DIR a
+    comparison or a single page becomes DIR/index.html, several pages DIR/<name of the run folder>.html.
+    """
+    folders = [RunFolder(path) for path in runs]
+    by_arm = {folder.manifest.arm: folder for folder in folders}
+    pair = len(folders) == 2 and by_arm.keys() == {"cold", "shadow"}
+    made = _comparison(by_arm["cold"], by_arm["shadow"], out) if pair else _pages(folders, out)
+    for path in made:
+        click.echo(path)
+
+
+def _comparison(cold: RunFolder, shadow: RunFolder, out: Path | None) -> list[Path]:
+    """Write the comparison to `out`, or into both run folders: each can then be handed on alone."""
+    summary = summarise(cold, shadow)
+    page = comparison_page(cold, shadow, summary).encode()
+    places = [out / "index.html"] if out else [run.path / "report.html" for run in (cold, shadow)]
+    for place in places:
+        write(place, page)
+        write(place.with_name("summary.json"), summary_json(summary))
+    return places
+
+
+def _pages(folders: list[RunFolder], out: Path | None) -> list[Path]:
+    if out is None:
+        return [write_run_page(run, run.path / "report.html") for run in folders]
+    if len(folders) == 1:
+        return [write_run_page(folders[0], out / "index.html")]
+    return [write_run_page(run, out / f"{run.path.resolve().name}.html") for run in folders]

@@ -1,0 +1,92 @@
+"""How every chart looks, and how it becomes a fragment of the page.
+
+Charts are drawn once, as SVG without any script. Their colours are the page's CSS variables, so one drawing serves light
+and dark; each is drawn for a wide and for a narrow column, so that its text is never scaled down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, Final
+
+import altair as alt
+import msgspec
+import vl_convert
+from markupsafe import Markup, escape
+
+WIDE: Final = 520
+NARROW: Final = 346
+FONT: Final = "sans-serif"
+_LEFT: Final = 46
+_serial = itertools.count()
+
+
+class Drawing(msgspec.Struct, frozen=True):
+    """One panel, drawn for a wide and for a narrow column."""
+
+    wide: Markup
+    narrow: Markup
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """A drawing with its arm ("cold", "shadow" or ""), or words that say why there is none."""
+
+    arm: str
+    title: str
+    drawing: Drawing | None
+    note: str = ""
+
+
+def axis(**more: Any) -> alt.Axis:
+    """Return an axis in the style of the house."""
+    look = {
+        "domain": False, "tickColor": "var(--line)", "gridColor": "var(--line)", "labelColor": "var(--ink-2)",
+        "titleColor": "var(--ink-2)", "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal",
+        "labelPadding": 5, "tickSize": 4,
+    }  # fmt: skip
+    return alt.Axis(**(look | more))
+
+
+def x_axis(width: int, title: str | None) -> alt.Axis:
+    """Return the time axis, with as many ticks as `width` has room for."""
+    return axis(title=title, grid=False, tickCount=6 if width >= WIDE else 4, titleAnchor="end", titlePadding=4)
+
+
+def y_axis(**more: Any) -> alt.Axis:
+    """Return the value axis. Its title stands above the chart, in the page's own words."""
+    return axis(**({"title": None, "ticks": False, "minExtent": _LEFT - 10, "maxExtent": _LEFT - 10} | more))
+
+
+def data(rows: list[dict[str, Any]]) -> alt.Data:
+    """Return rows as inline data."""
+    return alt.Data(values=rows)
+
+
+def svg(chart: alt.LayerChart, width: int, height: int, label: str) -> Markup:
+    """Return `chart` as inline SVG, `width` pixels wide with its axes; hovering a mark shows its description."""
+    dressed = chart.properties(width=width - _LEFT - 14, height=height, padding=1, autosize="pad").configure(
+        background="transparent", font=FONT, view=alt.ViewConfig(stroke=None)
+    )
+    raw = vl_convert.vegalite_to_svg(dressed.to_dict(), vl_version="6.4")
+    return Markup(_clean(raw, label, f"c{next(_serial)}-"))  # noqa: S704 - our own drawing; its texts are escaped
+
+
+def _clean(raw: str, label: str, prefix: str) -> str:
+    """Give the drawing one spoken label, native tooltips, ids of its own and short numbers."""
+    text = re.sub(r'<text [^>]*/>|<path class="(?:background|foreground)"[^>]*/>', "", raw)
+    text = re.sub(
+        r'<path aria-label="([^"]*)" role="graphics-symbol" aria-roledescription="[a-z ]*mark container"', "<path", text
+    )
+    text = re.sub(
+        r'<path aria-label="([^"]*)" role="graphics-symbol" aria-roledescription="(?:point|circle)" ([^>]*)/>',
+        r"<path \2><title>\1</title></path>",
+        text,
+    )
+    text = re.sub(r' (?:role|aria-[a-z]+|pointer-events|stroke-miterlimit)="[^"]*"', "", text)
+    text = re.sub(r' (?:opacity="1"|font-weight="normal"|stroke-width="0")', "", text)
+    text = re.sub(r"-?\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), text)
+    text = text.replace(f'font-family="{FONT}"', "").replace("clip", f"{prefix}clip")
+    text = text.replace(f"{prefix}clip-path", "clip-path").replace(f"{prefix}clipPath", "clipPath")
+    head = f'<svg role="img" aria-label="{escape(label)}" '
+    return text.replace("<svg ", head, 1).replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")

@@ -1,0 +1,53 @@
+"""Pages: one HTML file each, that needs no network, no script and no second file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from harness.errors import MachineLimit
+from harness.run_folder import RunFolder
+from reports import words
+from reports.arms import summarise_arm
+from reports.summary import Summary
+from reports.view import View, comparison_view, run_view
+
+PAGES = Path(__file__).parent / "pages"
+
+
+def comparison_page(cold: RunFolder, shadow: RunFolder, summary: Summary) -> str:
+    """Return the page that compares two runs; `summary` is theirs."""
+    return _render("compare.html", comparison_view(cold, shadow, summary))
+
+
+def run_page(run: RunFolder) -> str:
+    """Return the page of one run."""
+    return _render("run.html", run_view(run, summarise_arm(run)))
+
+
+def write_run_page(run: RunFolder, out: Path) -> Path:
+    """Write the page of one run to `out` and return that path. Raises `MachineLimit` where it cannot be written."""
+    write(out, run_page(run).encode())
+    return out
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write `content` whole or not at all: a page cut short would look like a short page."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        raise MachineLimit(f"{path}: cannot be written ({error.strerror}); give another place with --out") from error
+
+
+def _render(template: str, view: View) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters["duration"] = words.duration
+    style = Markup((PAGES / "style.css").read_text())  # noqa: S704 - our own file
+    return environment.get_template(template).render(v=view, style=style)

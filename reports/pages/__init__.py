@@ -1,0 +1,1 @@
+"""Pages as jinja2 templates, and the style sheet that is written into each."""

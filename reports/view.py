@@ -1,0 +1,203 @@
+"""What a page shows, gathered from run folders and a summary, ready to be printed: templates compute nothing."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+
+import msgspec
+
+from harness.run_folder import RunFolder
+from harness.verdicts import CheckResult, Verdict
+from reports import words
+from reports.arms import ArmSummary, OverLimit
+from reports.differences import differences
+from reports.figures.decode import decode_panels, throughput_panels
+from reports.figures.footprint import memory_panels
+from reports.figures.phases import Phases, phases
+from reports.figures.style import Panel
+from reports.figures.ttft import ttft_panels
+from reports.kills import NAMES, FaultRow, KillTable, fault_rows, kill_table
+from reports.lead import comparison_lead, run_lead
+from reports.published import WINDOW_S, Published
+from reports.summary import Summary
+from reports.tables import Row, comparison_rows, count_rows, is_emulated, latency_rows, memory_rows
+
+SECTIONS = [
+    ("recovery", "Recovery"), ("ttft", "TTFT"), ("decode", "Decode rate"), ("limits", "Limits"), ("memory", "Memory"),
+    ("tables", "In figures"), ("checks", "Checks"), ("faults", "Faults"), ("reading", "How to read"),
+    ("about", "What ran"),
+]  # fmt: skip
+ERRORS_MAX = 12
+
+
+class LimitBar(msgspec.Struct, frozen=True):
+    """Share of requests over a limit; `published` is the published share in percent."""
+
+    arm: str
+    title: str
+    percent: float
+    open_percent: float
+    text: str
+    share: str
+    published: float | None
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """A limit and who broke it."""
+
+    title: str
+    bars: list[LimitBar]
+
+
+class Checks(msgspec.Struct, frozen=True):
+    """What the checks said of one run."""
+
+    title: str
+    results: list[CheckResult]
+
+
+class ErrorCount(msgspec.Struct, frozen=True):
+    """An error text that clients saw, and how often."""
+
+    text: str
+    count: int
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """The faults of one run."""
+
+    title: str
+    rows: list[FaultRow]
+    errors: list[ErrorCount]
+
+
+class RunFacts(msgspec.Struct, frozen=True):
+    """What ran, and how to run it again."""
+
+    title: str
+    facts: list[tuple[str, str]]
+    command: str
+    configuration: str
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that both pages show."""
+
+    verdict: Verdict
+    lead: str
+    reasons: list[str]
+    emulated: list[str]
+    compute_emulated: bool
+    profile: str
+    time_scale: str
+    seed: int
+    started: str
+    version: str
+    sources: list[str]
+    sections: list[tuple[str, str]]
+    window: str
+    phases: list[Phases]
+    ttft: list[Panel]
+    decode: list[Panel]
+    throughput: list[Panel]
+    memory: list[Panel]
+    limits: list[Limit]
+    memory_rows: list[Row]
+    latency_rows: list[Row]
+    count_rows: list[Row]
+    kill_names: list[str]
+    kills: list[KillTable]
+    checks: list[Checks]
+    faults: list[Faults]
+    runs: list[RunFacts]
+    comparison: list[Row] = []
+    differences: list[tuple[str, str]] = []
+    published_source: str = ""
+    run_title: str = ""
+
+
+def comparison_view(cold: RunFolder, shadow: RunFolder, summary: Summary) -> View:
+    """Return what the comparison page shows."""
+    view = _view([cold, shadow], [summary.cold, summary.shadow], summary.published)
+    return msgspec.structs.replace(
+        view, verdict=summary.verdict, lead=comparison_lead(summary), reasons=summary.reasons,
+        emulated=summary.emulated, sections=[("published", "Beside the published"), *SECTIONS],
+        comparison=comparison_rows(summary), differences=differences(summary, cold, shadow),
+        published_source=summary.published.source,
+    )  # fmt: skip
+
+
+def run_view(run: RunFolder, arm: ArmSummary) -> View:
+    """Return what a single run's page shows."""
+    return msgspec.structs.replace(
+        _view([run], [arm], None), lead=run_lead(arm), run_title=run.manifest.title or run.manifest.scenario
+    )
+
+
+def _view(runs: list[RunFolder], arms: list[ArmSummary], published: Published | None) -> View:
+    manifest, arm = runs[0].manifest, arms[0]
+    started = datetime.datetime.fromtimestamp(manifest.started_wall_ns / 1e9, tz=datetime.UTC)
+    return View(
+        verdict=arm.verdict, lead="", reasons=arm.reasons, emulated=arm.emulated,
+        compute_emulated=is_emulated([line for a in arms for line in a.emulated], "compute time"),
+        profile=manifest.profile, time_scale=f"{manifest.time_scale:g}", seed=manifest.seed,
+        started=f"{started:%Y-%m-%d %H:%M} UTC", version=manifest.versions.get("pdproof", ""),
+        sources=[run.manifest.run_id for run in runs], sections=SECTIONS,
+        window=words.duration(WINDOW_S / manifest.time_scale), phases=phases(runs), ttft=ttft_panels(runs),
+        decode=decode_panels(runs), throughput=throughput_panels(runs), memory=memory_panels(runs),
+        limits=_limits(arms, published), memory_rows=memory_rows(arms), latency_rows=latency_rows(arms),
+        count_rows=count_rows(arms), kill_names=[title for title, _ in NAMES],
+        kills=[kill_table(run, a) for run, a in zip(runs, arms, strict=True)],
+        checks=[Checks(words.arm_title(run.manifest.arm), run.verdicts) for run in runs],
+        faults=[Faults(words.arm_title(r.manifest.arm), fault_rows(r), _errors(r)) for r in runs],
+        runs=[_facts(run) for run in runs],
+    )  # fmt: skip
+
+
+def _limits(arms: list[ArmSummary], published: Published | None) -> list[Limit]:
+    limits = []
+    for name, title, say in (
+        ("ttft_over_limit", "TTFT over", words.duration), ("decode_under_limit", "Decode rate under", words.rate),
+    ):  # fmt: skip
+        limit: OverLimit = getattr(arms[0], name)
+        limits.append(Limit(f"{title} {say(limit.limit)}", [_limit_bar(arm, name, published) for arm in arms]))
+    return limits
+
+
+def _limit_bar(arm: ArmSummary, name: str, published: Published | None) -> LimitBar:
+    value: OverLimit = getattr(arm, name)
+    whole = max(1, value.n)
+    theirs = None
+    if published is not None:
+        column = getattr(published, arm.arm)
+        theirs = 100 * getattr(column, name) / column.requests
+    return LimitBar(
+        arm=arm.arm, title=words.arm_title(arm.arm), percent=100 * value.over / whole,
+        open_percent=100 * (value.over + value.undetermined) / whole, text=words.share(value.over, value.n),
+        share=words.percent(value.over, value.n), published=theirs,
+    )  # fmt: skip
+
+
+def _errors(run: RunFolder) -> list[ErrorCount]:
+    texts = run.requests.error[run.requests.outcome == "fail"].fillna("")
+    counts = texts.where(texts != "", "no error text").value_counts()
+    return [ErrorCount(str(text), int(count)) for text, count in counts.head(ERRORS_MAX).items()]
+
+
+def _facts(run: RunFolder) -> RunFacts:
+    m = run.manifest
+    facts = [
+        ("Run", m.run_id), ("Scenario", m.scenario), ("Profile", m.profile), ("Time scale", f"{m.time_scale:g}"),
+        ("Seed", str(m.seed)), ("Commit", m.commit or "not known"),
+        ("Machine", _pairs({k: words.scalar(k, v) for k, v in m.machine.items()})), ("Versions", _pairs(m.versions)),
+        ("Rows", f"{len(run.requests):,} requests, {len(run.chunks):,} chunks, {len(run.events):,} events, "
+                 f"{len(run.metrics):,} samples of gauges"),
+        ("Run folder", "whole" if run.incomplete is None else f"incomplete: {run.incomplete}"),
+    ]  # fmt: skip
+    configuration = msgspec.json.format(msgspec.json.encode(m.configuration), indent=2).decode()
+    return RunFacts(words.arm_title(m.arm), facts, shlex.join(m.command), configuration)
+
+
+def _pairs(values: dict[str, str]) -> str:
+    return " · ".join(f"{name.removesuffix('_bytes').replace('_', ' ')} {value}" for name, value in values.items())

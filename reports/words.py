@@ -1,0 +1,86 @@
+"""Figures as words: one way to print a duration, a rate, a ratio or a size, everywhere on a page."""
+
+from __future__ import annotations
+
+from reference_impl.rules.events import Scalar
+
+NONE = "–"
+ARM_TITLES = {"cold": "Cold start", "shadow": "Shadow"}
+
+
+def significant(value: float) -> str:
+    """Return `value` with three significant digits, plain and with thousands separators."""
+    if value == 0:
+        return "0"
+    digits = 3 - len(str(int(abs(value)))) if abs(value) >= 1 else 3
+    text = f"{value:,.{max(0, digits)}f}"
+    return text if abs(value) >= 1 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return 4.31 ms, 152 ms, 9.43 s or 283 s."""
+    if seconds is None:
+        return NONE
+    if seconds == 0:
+        return "0 s"
+    if abs(seconds) < 0.9995:
+        return f"{significant(seconds * 1000)} ms"
+    return f"{significant(seconds)} s"
+
+
+def milliseconds(value: float | None) -> str:
+    """Return a duration given in milliseconds."""
+    return NONE if value is None else duration(value / 1000)
+
+
+def rate(tokens_s: float | None) -> str:
+    """Return 46.2 tokens/s."""
+    return NONE if tokens_s is None else f"{significant(tokens_s)} tokens/s"
+
+
+def ratio(value: float | None) -> str:
+    """Return 39.0 ×."""
+    return NONE if value is None else f"{significant(value)} ×"
+
+
+def share(part: int, whole: int) -> str:
+    """Return 12 of 240."""
+    return f"{part:,} of {whole:,}"
+
+
+def percent(part: int, whole: int) -> str:
+    """Return 5 %."""
+    return f"{100 * part / whole:.0f} %" if whole else NONE
+
+
+def size(count: float | None) -> str:
+    """Return a number of bytes as MiB or GiB."""
+    if count is None:
+        return NONE
+    if count >= 2**30:
+        return f"{significant(count / 2**30)} GiB"
+    return f"{significant(count / 2**20)} MiB"
+
+
+def scalar(name: str, value: Scalar) -> str:
+    """Return a value of the manifest or of an event; names end in their unit."""
+    if value is None or value == "":
+        return "none"
+    if name.endswith("_bytes") and isinstance(value, (int, float)):
+        return size(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000 else str(value)
+
+
+def arm_title(arm: str) -> str:
+    """Return the arm's name for people."""
+    return ARM_TITLES.get(arm, "This run")
+
+
+def arm_colour(arm: str) -> str:
+    """Return the arm's colour as a CSS variable of the page."""
+    return "var(--cold)" if arm == "cold" else "var(--shadow)"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return 1 kill, 3 kills."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

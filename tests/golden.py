@@ -1,0 +1,120 @@
+"""Runs a load client against the golden server, each in a process of its own, and compares what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tests.golden_server import Plan, Truth
+from tests.waiting import until
+from workloads.rows import RequestRecord, read_records
+
+ROOT = Path(__file__).parents[1]
+NS_PER_MS = 1e6
+START_S = 20.0
+RUN_S = 60.0
+
+
+class Golden(NamedTuple):
+    """A golden server that runs."""
+
+    url: str
+    truth: Path
+
+    def truths(self) -> dict[str, Truth]:
+        """What it knows so far, by request."""
+        decoder = msgspec.json.Decoder(Truth)
+        truths = [decoder.decode(line) for line in self.truth.read_bytes().splitlines()]
+        return {truth.request_id: truth for truth in truths}
+
+
+@contextlib.contextmanager
+def golden(folder: Path, plans: Sequence[Plan] = (Plan(),), core: int = -1) -> Iterator[Golden]:
+    """A golden server for as long as the block runs."""
+    truth = folder / "truth.jsonl"
+    command = [sys.executable, "-m", "tests.golden_server", "--truth", str(truth), "--core", str(core)]
+    command += ["--plans", msgspec.json.encode(list(plans)).decode()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            yield Golden(f"http://127.0.0.1:{port}", truth)
+        finally:
+            server.kill()
+
+
+def locust_command(*options: object) -> list[str]:
+    """The command line of the load."""
+    return [
+        sys.executable, "-m", "locust", "-f", "workloads/pd.py", "--headless", "--only-summary", *map(str, options),
+    ]  # fmt: skip
+
+
+def load(*options: object, core: int = -1) -> subprocess.CompletedProcess[str]:
+    """Run the load to its end."""
+    pin = ["taskset", "-c", str(core)] if core >= 0 else []
+    return subprocess.run(
+        [*pin, *locust_command(*options)], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+
+
+@contextlib.contextmanager
+def running_load(*options: object) -> Iterator[subprocess.Popen[str]]:
+    """The load in a process group of its own, killed if the block leaves it running."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        locust_command(*options), cwd=ROOT, stdout=pipe, stderr=pipe, text=True, process_group=0
+    ) as client:
+        try:
+            yield client
+        finally:
+            client.kill()
+
+
+def rows_of(*paths: Path) -> dict[str, RequestRecord]:
+    """The client's rows, by request."""
+    return {row.request_id: row for path in paths for row in read_records(path)}
+
+
+class Errors(NamedTuple):
+    """Client minus truth of each request that both know, in ms."""
+
+    ttft: list[float]
+    """(first chunk stamped - sent) - (first chunk written - last byte arrived)."""
+    first_chunk: list[float]
+    """First chunk stamped - written: what reading alone adds."""
+    chunks: list[float]
+    """The same of every chunk."""
+
+
+def errors(rows: dict[str, RequestRecord], truths: dict[str, Truth]) -> Errors:
+    """Compare. Asserts that every row's chunks are as many as were written."""
+    found = Errors([], [], [])
+    for request_id, row in rows.items():
+        truth = truths[request_id]
+        assert len(row.chunks) == len(truth.chunk_ns), f"{request_id}: {len(row.chunks)} chunks of {len(truth.chunk_ns)}"
+        late = [
+            (chunk.t_ns - written_ns) / NS_PER_MS for chunk, written_ns in zip(row.chunks, truth.chunk_ns, strict=True)
+        ]
+        if late:
+            found.chunks.extend(late)
+            found.first_chunk.append(late[0])
+            found.ttft.append(late[0] - (row.sent_ns - truth.arrived_ns) / NS_PER_MS)
+    return found
+
+
+def wait_for_lines(path: Path, lines: int, timeout_s: float = START_S) -> None:
+    """Wait until `path` holds so many lines."""
+    until(lambda: path.exists() and path.read_bytes().count(b"\n") >= lines, timeout_s, f"{lines} lines in {path}")
+
+
+def pinnable() -> bool:
+    """Whether client and server can have a core each."""
+    return len(os.sched_getaffinity(0)) >= 2
