@@ -135,16 +135,20 @@ def _spans(window: list[Event], fault: Event, successor: str | None, registered:
         if end <= at or start >= registered.t_ns:
             continue
         if start > at:
-            spans.append(Span(_gap_name(window, at, start), at, start))
-        spans.append(Span(str(event.detail["name"]), max(start, at), end, bool(event.detail.get("emulated"))))
+            spans.append(Span(_gap_name(window, at, event, after_fault=not spans), at, start))
+        end = min(end, registered.t_ns)  # a phase may end after the registration that it asked for
+        if end > max(start, at):
+            spans.append(Span(str(event.detail["name"]), max(start, at), end, bool(event.detail.get("emulated"))))
         at = end
     if at < registered.t_ns:
         spans.append(Span("register", at, registered.t_ns))
     return spans
 
 
-def _gap_name(window: list[Event], start_ns: int, end_ns: int) -> str:
-    inside = {e.kind for e in window if start_ns <= e.t_ns <= end_ns}
-    if EventKind.LOCK_WON in inside and EventKind.PROCESS_STARTED not in inside:
-        return "process death to lock"
-    return "detect death and spawn" if EventKind.PROCESS_STARTED in inside else "between phases"
+def _gap_name(window: list[Event], start_ns: int, following: Event, *, after_fault: bool) -> str:
+    """Name what lies before the phase `following`: of the first gap, only a successor to be started has init phases."""
+    if after_fault:
+        return "detect death and spawn" if following.kind is EventKind.INIT_PHASE else "process death to lock"
+    end_ns = int(following.detail["start_ns"] or 0)
+    took_lock = any(e.kind is EventKind.LOCK_WON and start_ns <= e.t_ns <= end_ns for e in window)
+    return "take the lock" if took_lock else "between phases"

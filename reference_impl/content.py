@@ -98,7 +98,7 @@ ReadWeights: TypeAlias = Callable[[Words], Words]
 """64-bit draws [n] -> the weights' words at draw modulo size."""
 
 
-def next_tokens(  # noqa: PLR0917 # arrays of one length, in the order of their use
+def next_tokens(
     rows: Ints, order: Ints, lengths: Ints, read_blocks: ReadBlocks, last_slots: Words, read_weights: ReadWeights
 ) -> Ints:
     """Return the next token of each row.

@@ -24,9 +24,9 @@ def _what_recovers(summary: Summary) -> tuple[str, str]:
     ours, theirs = summary.ratio_recovery, summary.published.ratio_recovery
     if is_emulated(summary.emulated, "cold start"):
         start = (
-            f"The profile {summary.profile} emulates the published cold start, detection and promotion, so both medians "
-            "are meant to come out near the published ones; what is measured is that the real machinery around them "
-            "(processes, lock, memory service, router, canary) works and what it adds."
+            f"The profile {summary.profile} emulates the published cold start, detection and promotion, so both "
+            "medians are meant to come out near the published ones; what is measured is that the real machinery around "
+            "them (processes, lock, memory service, router, canary) works and what it adds."
         )
     else:
         start = (
@@ -36,7 +36,8 @@ def _what_recovers(summary: Summary) -> tuple[str, str]:
     if ours is None:
         return "What recovers", start
     side = "above" if ours > theirs else "below"
-    return "What recovers", f"{start} Our ratio is {words.ratio(ours)}, {side} the published {words.ratio(theirs)}."
+    told = words.given(words.ratio(theirs))
+    return "What recovers", f"{start} Our ratio is {words.ratio(ours)}, {side} the published {told}."
 
 
 def _time_scale(summary: Summary, cold: RunFolder, shadow: RunFolder) -> tuple[str, str]:
@@ -44,9 +45,9 @@ def _time_scale(summary: Summary, cold: RunFolder, shadow: RunFolder) -> tuple[s
     real = [(words.arm_title(r.manifest.arm).lower(), real_seconds(r).median) for r in (cold, shadow)]
     parts = [f"{words.duration(s)} of a {name} recovery, shown as {words.duration(s * scale)}" for name, s in real if s]
     text = (
-        f"Every emulated duration was divided by {scale:g}, and requests arrived {scale:g} times faster. The limits were "
-        f"scaled alike. “Full scale” multiplies a measured duration by {scale:g} and divides a rate by it. Real work does "
-        "not shrink with the scale, so it is overstated there: "
+        f"Every emulated duration was divided by {scale:g}, and requests arrived {scale:g} times faster. The limits "
+        f"were scaled alike. “Full scale” multiplies a measured duration by {scale:g} and divides a rate by it. Real "
+        "work does not shrink with the scale, so it is overstated there: "
     )
     return "Time scale", text + ("; ".join(parts) if parts else "no recovery was measured") + "."
 
@@ -61,19 +62,21 @@ def _load(summary: Summary, run: RunFolder) -> tuple[str, str]:
     rate = (len(rows) - 1) / span_s if span_s else 0.0
     scaled = "" if summary.time_scale == 1 else f" ({words.significant(rate / summary.time_scale)} at full scale)"
     text = (
-        f"Here {words.significant(rate)} requests/s{scaled}, median {np.median(rows.input_tokens):,.0f} tokens in and at "
-        f"most {rows.max_tokens.max():,} out; published: {theirs}. Damage after a fault is queueing, so it depends on how "
-        "busy the survivor is."
+        f"Here {words.significant(rate)} requests/s{scaled}, median {np.median(rows.input_tokens):,.0f} tokens in and "
+        f"at most {rows.max_tokens.max():,} out; published: {theirs}. Damage after a fault is queueing, so it depends "
+        "on how busy the survivor is."
     )
     return "Load", text
 
 
 def _machine(summary: Summary, run: RunFolder) -> tuple[str, str]:
-    cores = run.manifest.machine.get("cpu_count")
+    cores = run.manifest.machine.get("cores")
     where = "one machine" if cores is None else f"one machine of {cores} cores"
     text = f"Workers, router, load client and harness share {where}; published: two nodes of eight B200 GPUs."
     if is_emulated(summary.emulated, "compute time"):
-        text += " No accelerator computes here: the profile sets how long a step takes, so TTFT and decode rates follow it."
+        text += (
+            " No accelerator computes here: the profile says how long a step takes, and TTFT and decode rate follow."
+        )
     return "Machine", text
 
 
@@ -93,7 +96,7 @@ def _ttft(summary: Summary) -> tuple[str, str] | None:
         return None
     text = (
         "After a cold-started fault TTFT has two humps: who meets the outage waits, who does not, does not. Its median "
-        f"({words.milliseconds(cold.p50)} here, p90 {words.milliseconds(cold.p90)}) jumps between them with the share of "
-        "time spent in outage. Compare the counts over the limits first."
+        f"({words.milliseconds(cold.p50)} here, p90 {words.milliseconds(cold.p90)}) jumps between them with the share "
+        "of time spent in outage. Compare the counts over the limits first."
     )
     return "TTFT", text

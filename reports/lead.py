@@ -19,8 +19,8 @@ def comparison_lead(summary: Summary) -> str:
         else f"which is {words.significant(1 / ratio)} times later than"
     )
     return (
-        f"After a SIGKILL the worker served again in {words.duration(shadow)} with a shadow, {times} after a cold start "
-        f"({words.duration(cold)})."
+        f"After a SIGKILL the worker served again in {words.duration(shadow)} with a shadow, {times} after a cold "
+        f"start ({words.duration(cold)})."
     )
 
 
@@ -30,7 +30,5 @@ def run_lead(arm: ArmSummary) -> str:
     wrong = f", {arm.content_wrong:,} with wrong content" if arm.content_wrong else ""
     if arm.recovery_s.median is None:
         return f"{counts}{wrong}."
-    again = (
-        f"Serving again after {words.duration(arm.recovery_s.median)} (median of {words.plural(arm.recovery_s.n, 'kill')})"
-    )
-    return f"{again}; {counts}{wrong}."
+    kills = words.plural(arm.recovery_s.n, "kill")
+    return f"Serving again after {words.duration(arm.recovery_s.median)} (median of {kills}); {counts}{wrong}."

@@ -59,7 +59,7 @@ def tick_s(run: RunFolder) -> float:
     length_s = float(rows.t_ns.max() - rows.t_ns.min()) / NS_PER_S
     stamps = rows.groupby(["node", "name"]).t_ns
     apart_s = float(stamps.diff().median()) / NS_PER_S
-    return max(length_s / TICKS_MAX, apart_s if apart_s > 0 else 1.0, 1e-3)
+    return max(length_s / TICKS_MAX, 1.5 * apart_s if apart_s > 0 else 1.0, 1e-3)
 
 
 def device_gauge(run: RunFolder, worker: str, name: str) -> pd.DataFrame:
@@ -72,8 +72,9 @@ def device_gauge(run: RunFolder, worker: str, name: str) -> pd.DataFrame:
 
 
 def pss_by_engine(run: RunFolder, worker: str) -> pd.DataFrame:
-    """Return PSS with one column an engine and one row a step (seconds); 0 where an engine was not there."""
+    """Return PSS with one column an engine and one row a step (seconds); 0 before an engine came and after it went."""
     rows = run.metrics[(run.metrics.name == PSS) & run.metrics.node.str.startswith(f"{worker}/")]
     tick = tick_s(run)
     table = rows.assign(x_s=(run.seconds(rows.t_ns) // tick) * tick)
-    return table.pivot_table(index="x_s", columns="node", values="value", aggfunc="last", fill_value=0.0)
+    steps = table.pivot_table(index="x_s", columns="node", values="value", aggfunc="last")
+    return steps.ffill().where(steps.bfill().notna()).fillna(0.0)  # a missed scrape is no death

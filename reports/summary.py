@@ -65,9 +65,7 @@ def _ratio(larger: float | None, smaller: float | None) -> float | None:
     return larger / smaller if larger is not None and smaller else None
 
 
-def _reasons(
-    cold: RunFolder, shadow: RunFolder, left: ArmSummary, right: ArmSummary, ratio: float | None
-) -> list[str]:
+def _reasons(cold: RunFolder, shadow: RunFolder, left: ArmSummary, right: ArmSummary, ratio: float | None) -> list[str]:
     reasons = [f"Cold start: {reason}" for reason in left.reasons]
     reasons += [f"Shadow: {reason}" for reason in right.reasons]
     for name in ("profile", "time_scale", "seed"):

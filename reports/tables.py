@@ -51,7 +51,7 @@ def comparison_rows(summary: Summary) -> list[Row]:
     """Return the table of the published figures, ours and theirs."""
     durations = [
         ("Recovery", "fault → successor registered", "recovery_s", ("cold start", "detection", "promotion")),
-        ("of it, detection", "fault → lock won", "detection_s", ("detection",)),
+        ("of it, detection", "fault → lock won (cold: after its start)", "detection_s", ("detection",)),
         ("of it, promotion", "lock won → registered", "promotion_s", ("promotion",)),
     ]
     return [
@@ -92,7 +92,9 @@ def _spread_cell(summary: Summary, arm: ArmSummary, name: str) -> Cell:
     return Cell(words.arm_title(arm.arm), main, below, arm.arm)
 
 
-def _published(cold: str, shadow: str, ratio: str) -> list[Cell]:
+def _published(*texts: str) -> list[Cell]:
+    """Return the three published cells: cold, shadow, ratio."""
+    cold, shadow, ratio = map(words.given, texts)
     return [
         Cell("Published cold", Figure(cold), kind="published"),
         Cell("Published shadow", Figure(shadow), kind="published"),
@@ -141,7 +143,7 @@ def _limit_row(summary: Summary, name: str, title: str, say: Say) -> Row:
     limit: OverLimit = getattr(summary.cold, name)
     theirs = [words.share(getattr(arm, name), arm.requests) for arm in (published.cold, published.shadow)]
     shown = [*cells, Cell("Ratio", Figure(words.NONE), kind="ratio"), *_published(*theirs, words.NONE)]
-    note = f"limit {say(limit.limit)}" + ("" if summary.time_scale == 1 else " at this time scale")
+    note = f"limit {words.given(say(limit.limit))}" + ("" if summary.time_scale == 1 else " at this time scale")
     return Row(title, note, shown, is_emulated(summary.emulated, "compute time"))
 
 

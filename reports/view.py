@@ -144,7 +144,7 @@ def _view(runs: list[RunFolder], arms: list[ArmSummary], published: Published | 
         profile=manifest.profile, time_scale=f"{manifest.time_scale:g}", seed=manifest.seed,
         started=f"{started:%Y-%m-%d %H:%M} UTC", version=manifest.versions.get("pdproof", ""),
         sources=[run.manifest.run_id for run in runs], sections=SECTIONS,
-        window=words.duration(WINDOW_S / manifest.time_scale), phases=phases(runs), ttft=ttft_panels(runs),
+        window=words.given(words.duration(WINDOW_S / manifest.time_scale)), phases=phases(runs), ttft=ttft_panels(runs),
         decode=decode_panels(runs), throughput=throughput_panels(runs), memory=memory_panels(runs),
         limits=_limits(arms, published), memory_rows=memory_rows(arms), latency_rows=latency_rows(arms),
         count_rows=count_rows(arms), kill_names=[title for title, _ in NAMES],
@@ -161,7 +161,8 @@ def _limits(arms: list[ArmSummary], published: Published | None) -> list[Limit]:
         ("ttft_over_limit", "TTFT over", words.duration), ("decode_under_limit", "Decode rate under", words.rate),
     ):  # fmt: skip
         limit: OverLimit = getattr(arms[0], name)
-        limits.append(Limit(f"{title} {say(limit.limit)}", [_limit_bar(arm, name, published) for arm in arms]))
+        heading = f"{title} {words.given(say(limit.limit))}"
+        limits.append(Limit(heading, [_limit_bar(arm, name, published) for arm in arms]))
     return limits
 
 
@@ -200,4 +201,5 @@ def _facts(run: RunFolder) -> RunFacts:
 
 
 def _pairs(values: dict[str, str]) -> str:
-    return " · ".join(f"{name.removesuffix('_bytes').replace('_', ' ')} {value}" for name, value in values.items())
+    names = {name: name.removesuffix("_bytes").removesuffix("_gib").replace("_", " ") for name in values}
+    return " · ".join(f"{names[name]} {value}" for name, value in values.items())

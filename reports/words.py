@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from reference_impl.rules.events import Scalar
 
 NONE = "–"
@@ -26,6 +28,11 @@ def duration(seconds: float | None) -> str:
     if abs(seconds) < 0.9995:
         return f"{significant(seconds * 1000)} ms"
     return f"{significant(seconds)} s"
+
+
+def given(text: str) -> str:
+    """Return a printed figure without trailing zeros: it was given, not measured to that many digits."""
+    return re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", text).replace(". ", " ")
 
 
 def milliseconds(value: float | None) -> str:
@@ -68,6 +75,8 @@ def scalar(name: str, value: Scalar) -> str:
         return "none"
     if name.endswith("_bytes") and isinstance(value, (int, float)):
         return size(value)
+    if name.endswith("_gib"):
+        return f"{value} GiB"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000 else str(value)
 
 

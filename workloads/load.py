@@ -16,12 +16,13 @@ from gevent.event import Event
 from gevent.pool import Group
 
 from reference_impl.realclock import now_ns
+from workloads.host import Host
 from workloads.lateness import TICK_S, LagLog, spoilt
 from workloads.options import LoadOptions
 from workloads.plan import Planned, plan
 from workloads.prompts import request_body
 from workloads.rows import NS_PER_MS, RequestRecord
-from workloads.streaming import Host, Stopped, StreamedRequest
+from workloads.streaming import Stopped, StreamedRequest
 from workloads.summary import Figures, figures
 
 LEAD_S: Final = 0.1

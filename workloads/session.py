@@ -12,12 +12,12 @@ from gevent.event import Event
 from geventhttpclient.response import HTTPParseError
 
 from reference_impl.realclock import now_ns
+from workloads.host import Host, HostRefused, get_json
 from workloads.load import CUT_S, START_AHEAD_S, Load, LoadPart
 from workloads.mooncake import BadTrace
 from workloads.options import BadOption, LoadOptions, from_namespace, shard_path
 from workloads.row_file import RowFile
 from workloads.rows import NS_PER_MS, RequestRecord
-from workloads.streaming import Host, HostRefused, get_json
 from workloads.summary import Figures, summary
 
 logger = logging.getLogger("pdproof")

@@ -1,1 +1,49 @@
-"""Checks: each a function from a run folder to a verdict."""
+"""Checks: each a function from a run folder to a verdict. Old runs can be judged again with newer checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from harness.checks.awake import at_most_one_awake
+from harness.checks.content import answers_are_right
+from harness.checks.errors import errors_only_in_fault_windows
+from harness.checks.faults import faults_are_proved
+from harness.checks.load import load_is_sufficient
+from harness.checks.recovery import every_kill_recovers
+from harness.checks.redundancy import redundancy_is_restored
+from harness.checks.resources import nothing_is_left, resources_return
+from harness.run_folder import RunFolder
+from harness.verdicts import CheckResult, Verdict, worst
+
+Check: TypeAlias = Callable[[RunFolder], CheckResult]
+
+CHECKS: Final[dict[str, Check]] = {
+    "faults-proved": faults_are_proved,
+    "load-sufficient": load_is_sufficient,
+    "recovery": every_kill_recovers,
+    "errors-in-window": errors_only_in_fault_windows,
+    "content": answers_are_right,
+    "one-awake": at_most_one_awake,
+    "redundancy": redundancy_is_restored,
+    "resources": resources_return,
+    "nothing-left": nothing_is_left,
+}
+"""By name, in the order in which a reader wants them."""
+
+
+def judge(run: RunFolder) -> list[CheckResult]:
+    """Return every check's verdict on `run`, without writing them. A run without its footer passes nothing."""
+    if run.incomplete is not None:
+        return [
+            CheckResult(
+                check="complete", title="The run came to its end", rules=[], verdict=Verdict.INCONCLUSIVE,
+                found=run.incomplete,
+            )
+        ]  # fmt: skip
+    return [check(run) for check in CHECKS.values()]
+
+
+def overall(results: list[CheckResult]) -> Verdict:
+    """Return the worst verdict; of no results, `inconclusive`."""
+    return worst(r.verdict for r in results)

@@ -141,7 +141,11 @@ class MemoryClient:
         self._entries: list[Entry] = []
         self._regions: list[MappedRegion] = []
         self._channel = _Channel(Path(socket_path), timeout_s)
-        opened = self._channel.call(wire.Open(tag, mode, engine_id, epoch, wait_s), wire.Opened, wait_s)
+        try:
+            opened = self._channel.call(wire.Open(tag, mode, engine_id, epoch, wait_s), wire.Opened, wait_s)
+        except BaseException:
+            self._channel.close()
+            raise
         self.session, self.service = opened.session, opened.service
         self._layout = opened.layout
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from dataclasses import dataclass
 
 from reference_impl.memory_service.errors import ProtocolError, ServiceGone
@@ -88,3 +90,11 @@ class Connection:
         close_all(self._out_descriptors)
         self._out = memoryview(b"")
         self.sock.close()
+
+    def peer_pidfd(self) -> int | None:
+        """Return a pidfd of the process that connected, which the caller closes; None if it has ended already."""
+        credentials = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        try:
+            return os.pidfd_open(int.from_bytes(credentials[:4], sys.byteorder))
+        except ProcessLookupError:
+            return None

@@ -124,8 +124,8 @@ class HostBackend:
             return
         try:
             if held.created:
-                # Frees the pages even while a process that is still dying has the memory open. Committed memory is
-                # sealed against it; its last reader has gone by now, so that closing frees it.
+                # Frees the pages whoever else has them open, so that what is counted as free is free. Committed
+                # memory is sealed against it; its last reader has gone by now, so that closing frees it.
                 with suppress(OSError):
                     libc.punch(held.handle, held.size_bytes)
         finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,6 +167,12 @@ class MappedRegion:
         self._backend.release(self._reservation)
         for part in self._parts.values():
             self._backend.release(part.memory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     def _part(self, name: str) -> _Part:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from reference_impl.event_log import EventLog
@@ -35,6 +36,7 @@ class Desk:
         self.changed = False
         self._device, self._rules, self._backend, self._events = device, rules, backend, events
         self._memories: dict[int, dict[str, Memory]] = {}
+        self._exported: set[int] = set()  # sessions that were given descriptors
 
     def apply(self, session: int | None, request: wire.Request) -> Answer:
         """Apply one request of a connection whose session is `session`. Raises `Refused`."""
@@ -65,7 +67,8 @@ class Desk:
             case wire.Export():
                 return self._export(session, request)
             case wire.Close():
-                self.end(session, "closed")
+                # The client says that it has let go of the memory; what it kept against its word is its own loss.
+                self._end(session, "closed")
                 return Answer(wire.Done(), None)
 
     def _open(self, session: int | None, request: wire.Open) -> Answer:
@@ -125,10 +128,19 @@ class Desk:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise Refused(Reason.SHORT_OF_HANDLES, str(error)) from error
+        self._exported.add(session)
         return Answer(wire.Exported(len(descriptors)), session, descriptors)
 
-    def end(self, session_id: int, why: str) -> None:
-        """End a session, whatever it held."""
+    def break_off(self, session_id: int, why: str, peer_pidfd: Callable[[], int | None]) -> None:
+        """End a session whose connection is gone, and keep its memory while its process may still use it."""
+        if session_id in self._exported:
+            pidfd = peer_pidfd()
+            if pidfd is not None:
+                self.reaper.watch(self._rules.session(session_id).holding, pidfd)
+        self._end(session_id, why)
+
+    def _end(self, session_id: int, why: str) -> None:
+        self._exported.discard(session_id)
         session = self._rules.session(session_id)
         freed = self._rules.close(session_id)
         self._say(
@@ -162,9 +174,7 @@ class Desk:
             tag, mode, engine_id = session.tag, session.mode, session.engine_id
         else:
             return
-        self._say(
-            EventKind.SESSION_REFUSED, tag=tag, mode=mode, engine_id=engine_id, reason=refusal.reason
-        )
+        self._say(EventKind.SESSION_REFUSED, tag=tag, mode=mode, engine_id=engine_id, reason=refusal.reason)
 
     def _say(self, kind: EventKind, **detail: Scalar) -> None:
         """Write an event. A full disk must not cost the engines their memory, so that it is only complained of."""

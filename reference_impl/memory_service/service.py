@@ -112,9 +112,9 @@ class Service:
     def _drop(self, connection: Connection, why: str) -> None:
         del self._connections[connection.sock.fileno()]
         self._selector.unregister(connection.sock)
-        connection.close()
         if connection.session is not None:
-            self._desk.end(connection.session, why)
+            self._desk.break_off(connection.session, why, connection.peer_pidfd)
+        connection.close()
 
     # Time.
 

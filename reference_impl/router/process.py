@@ -27,6 +27,7 @@ async def _run(arguments: argparse.Namespace, token: str) -> int:
         await web.TCPSite(runner, arguments.host, arguments.port, backlog=512).start()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
+        where = f"{arguments.host}:{arguments.port}"
         problem = f"router: cannot listen on {where}: {reason}; choose another --port"
         print(problem, file=sys.stderr)  # noqa: T201 # the one clear line
         return 7

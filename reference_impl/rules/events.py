@@ -50,6 +50,8 @@ class EventKind(enum.StrEnum):
     # The harness. subject: run id
     PHASE_STARTED = "phase.started"  # detail: phase
     PHASE_ENDED = "phase.ended"  # detail: phase
+    PROCESS_LEFT = "process.left"  # found alive after the end. subject: its name. detail: pid
+    AUDITED = "run.audited"  # detail: processes (looked for), left
     NOTE = "note"  # detail: text
 
 

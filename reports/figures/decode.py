@@ -14,7 +14,7 @@ from reports.figures.style import NARROW, WIDE, Drawing, Panel, data, svg, y_axi
 from reports.figures.timeline import Axis, faults, limit_line, saltires, thin, time_axes
 from reports.published import DECODE_LIMIT_TOKENS_S
 from reports.split import timed
-from reports.words import arm_colour, arm_title, rate
+from reports.words import arm_colour, arm_title, given, rate
 
 HEIGHT = 190
 THROUGHPUT_HEIGHT = 120
@@ -37,7 +37,9 @@ def _decode_panel(run: RunFolder, axis: Axis, y: alt.Scale) -> Panel:
     arm = run.manifest.arm
     label = f"Decode rate over time, {arm_title(arm)}: {len(dots)} whole answers, {len(lost)} broken off"
     dots = thin(dots, axis, "y")
-    wide, narrow = (svg(_decode_chart(run, axis, y, dots, lost, w), w, HEIGHT, label) for w in (WIDE, NARROW))
+    wide, narrow = (
+        svg(_decode_chart(run, axis, y, dots=dots, lost=lost, width=w), w, HEIGHT, label) for w in (WIDE, NARROW)
+    )
     return Panel(arm, arm_title(arm), Drawing(wide, narrow))
 
 
@@ -45,20 +47,26 @@ def _rows(run: RunFolder, axis: Axis) -> tuple[list[dict[str, Any]], list[dict[s
     """Return whole answers at their first token, and those broken off at their end."""
     whole: list[dict[str, Any]] = []
     broken: list[dict[str, Any]] = []
-    for row in timed(run).itertuples():
-        if math.isnan(row.mean_decode_gap_ms):
-            text = f"{row.request_id}: broken off ({row.outcome})"
-            x = axis.place(run.seconds(row.end_ns))
-            broken.append({"x": x, "text": text, "failed": row.outcome == "fail"})
+    for row in timed(run).to_dict("records"):
+        if math.isnan(row["mean_decode_gap_ms"]):
+            text = f"{row['request_id']}: broken off ({row['outcome']})"
+            x = axis.place(run.seconds(row["end_ns"]))
+            broken.append({"x": x, "text": text, "failed": row["outcome"] == "fail"})
         else:
-            value = 1000 / row.mean_decode_gap_ms
-            text = f"{row.request_id} on {row.node_d}: {rate(value)}"
-            whole.append({"x": axis.place(run.seconds(row.first_token_ns)), "y": value, "text": text})
+            value = 1000 / row["mean_decode_gap_ms"]
+            text = f"{row['request_id']} on {row['node_d']}: {rate(value)}"
+            whole.append({"x": axis.place(run.seconds(row["first_token_ns"])), "y": value, "text": text})
     return whole, broken
 
 
 def _decode_chart(
-    run: RunFolder, axis: Axis, scale: alt.Scale, dots: list[dict[str, Any]], lost: list[dict[str, Any]], width: int
+    run: RunFolder,
+    axis: Axis,
+    scale: alt.Scale,
+    *,
+    dots: list[dict[str, Any]],
+    lost: list[dict[str, Any]],
+    width: int,
 ) -> alt.LayerChart:
     colour = arm_colour(run.manifest.arm)
     limit = DECODE_LIMIT_TOKENS_S * run.manifest.time_scale
@@ -66,7 +74,7 @@ def _decode_chart(
     y = alt.Y("y:Q", scale=scale, axis=y_axis(tickCount=5))
     return alt.layer(
         faults(run, axis, width, colour),
-        limit_line(limit, alt.Y("limit:Q", scale=scale), f"limit {rate(limit)}"),
+        limit_line(limit, y, f"limit {given(rate(limit))}"),
         points.encode(x=axis.x("x", width), y=y, description="text:N"),
         saltires([r for r in lost if r["failed"]], axis, width, alt.value(HEIGHT - 5), "var(--bad)"),
         saltires([r for r in lost if not r["failed"]], axis, width, alt.value(HEIGHT - 5), "var(--ink-2)"),
@@ -109,7 +117,8 @@ def _throughput_panel(run: RunFolder, axis: Axis, y: alt.Scale, rows: list[dict[
 
     def chart(width: int) -> alt.LayerChart:
         base = alt.Chart(data(rows)).encode(
-            x=axis.x("x", width), y=alt.Y("y:Q", scale=y, axis=y_axis(tickCount=3, labelExpr="format(datum.value, ',.0f')"))
+            x=axis.x("x", width),
+            y=alt.Y("y:Q", scale=y, axis=y_axis(tickCount=3, labelExpr="format(datum.value, ',.0f')")),
         )
         area = base.mark_area(color=colour, opacity=0.28, interpolate="step-after", clip=True)
         line = base.mark_line(color=colour, strokeWidth=1.2, interpolate="step-after", clip=True)

@@ -48,7 +48,9 @@ def _panel(run: RunFolder, axis: Axis, y: alt.Scale) -> Panel:
         return Panel(arm, arm_title(arm), None, "No memory was sampled.")
     engines, lines = _engine_rows(run, worker, axis), _gauge_rows(run, worker, axis)
     label = f"Memory of worker {worker} over time, {arm_title(arm)}"
-    wide, narrow = (svg(_chart(run, axis, y, engines, lines, w), w, HEIGHT, label) for w in (WIDE, NARROW))
+    wide, narrow = (
+        svg(_chart(run, axis, y, engines=engines, lines=lines, width=w), w, HEIGHT, label) for w in (WIDE, NARROW)
+    )
     return Panel(arm, f"{arm_title(arm)}, worker {worker}", Drawing(wide, narrow))
 
 
@@ -57,9 +59,9 @@ def _engine_rows(run: RunFolder, worker: str, axis: Axis) -> list[dict[str, Any]
     table = pss_by_engine(run, worker)
     order = sorted(table.columns, key=lambda engine: int((table[engine] > 0).to_numpy().argmax()))
     return [
-        {"x": axis.place(float(x)), "y": float(value) / GIB, "order": place, "shade": place % 2, "engine": engine}
+        {"x": axis.place(x), "y": value / GIB, "order": place, "shade": place % 2, "engine": engine}
         for place, engine in enumerate(order)
-        for x, value in table[engine].items()
+        for x, value in zip(table.index.tolist(), table[engine].tolist(), strict=True)
     ]
 
 
@@ -72,7 +74,13 @@ def _gauge_rows(run: RunFolder, worker: str, axis: Axis) -> list[dict[str, Any]]
 
 
 def _chart(
-    run: RunFolder, axis: Axis, scale: alt.Scale, engines: list[dict[str, Any]], lines: list[dict[str, Any]], width: int
+    run: RunFolder,
+    axis: Axis,
+    scale: alt.Scale,
+    *,
+    engines: list[dict[str, Any]],
+    lines: list[dict[str, Any]],
+    width: int,
 ) -> alt.LayerChart:
     colour = arm_colour(run.manifest.arm)
     look = y_axis(tickCount=4, labelExpr="format(datum.value, '.2~f')")
@@ -88,8 +96,6 @@ def _chart(
     held = line.encode(
         x=axis.x("x", width),
         y=alt.Y("y:Q", scale=scale, axis=look),
-        strokeDash=alt.StrokeDash(
-            "name:N", scale=alt.Scale(domain=[WEIGHTS, KV], range=[[1, 0], [4, 3]]), legend=None
-        ),
+        strokeDash=alt.StrokeDash("name:N", scale=alt.Scale(domain=[WEIGHTS, KV], range=[[1, 0], [4, 3]]), legend=None),
     )
     return alt.layer(faults(run, axis, width, colour), piled, held)

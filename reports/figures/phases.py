@@ -1,7 +1,7 @@
 """Recoveries as stacked bars of their phases: boxes of HTML, so that they reflow, hatch and print.
 
-A shadow's recovery is a sliver beside a cold start, which is the point; below the true scale each arm is drawn once more
-on its own scale, so that every phase can be read.
+A shadow's recovery is a sliver beside a cold start, which is the point; below the true scale each arm is drawn once
+more on its own scale, so that every phase can be read.
 """
 
 from __future__ import annotations

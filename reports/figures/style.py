@@ -1,7 +1,7 @@
 """How every chart looks, and how it becomes a fragment of the page.
 
-Charts are drawn once, as SVG without any script. Their colours are the page's CSS variables, so one drawing serves light
-and dark; each is drawn for a wide and for a narrow column, so that its text is never scaled down.
+Charts are drawn once, as SVG without any script. Their colours are the page's CSS variables, so one drawing serves
+light and dark; each is drawn for a wide and for a narrow column, so that its text is never scaled down.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ NARROW: Final = 346
 FONT: Final = "sans-serif"
 _LEFT: Final = 46
 _serial = itertools.count()
+_DOT: Final = re.compile(
+    r'<path transform="translate\(([^,]*),([^)]*)\)" d="M([\d.]+),0A[^"]*"([^>]*?) stroke-width="[^"]*"([^>]*)'
+    r"(/>|><title>[^<]*</title></path>)"
+)
 
 
 class Drawing(msgspec.Struct, frozen=True):
@@ -64,15 +68,18 @@ def data(rows: list[dict[str, Any]]) -> alt.Data:
 
 
 def svg(chart: alt.LayerChart, width: int, height: int, label: str) -> Markup:
-    """Return `chart` as inline SVG, `width` pixels wide with its axes; hovering a mark shows its description."""
+    """Return `chart` as inline SVG, `width` pixels wide with its axes.
+
+    In a wide drawing, resting the pointer on a mark shows its description; where columns are narrow, nothing hovers.
+    """
     dressed = chart.properties(width=width - _LEFT - 14, height=height, padding=1, autosize="pad").configure(
         background="transparent", font=FONT, view=alt.ViewConfig(stroke=None)
     )
-    raw = vl_convert.vegalite_to_svg(dressed.to_dict(), vl_version="6.4")
-    return Markup(_clean(raw, label, f"c{next(_serial)}-"))  # noqa: S704 - our own drawing; its texts are escaped
+    raw = vl_convert.vegalite_to_svg(dressed.to_dict(validate=False), vl_version="6.4")
+    return Markup(_clean(raw, label, f"c{next(_serial)}-", tips=width >= WIDE))  # noqa: S704 - our own drawing; its texts are escaped
 
 
-def _clean(raw: str, label: str, prefix: str) -> str:
+def _clean(raw: str, label: str, prefix: str, *, tips: bool) -> str:
     """Give the drawing one spoken label, native tooltips, ids of its own and short numbers."""
     text = re.sub(r'<text [^>]*/>|<path class="(?:background|foreground)"[^>]*/>', "", raw)
     text = re.sub(
@@ -80,10 +87,13 @@ def _clean(raw: str, label: str, prefix: str) -> str:
     )
     text = re.sub(
         r'<path aria-label="([^"]*)" role="graphics-symbol" aria-roledescription="(?:point|circle)" ([^>]*)/>',
-        r"<path \2><title>\1</title></path>",
+        r"<path \2><title>\1</title></path>" if tips else r"<path \2/>",
         text,
     )
     text = re.sub(r' (?:role|aria-[a-z]+|pointer-events|stroke-miterlimit)="[^"]*"', "", text)
+    text = _DOT.sub(
+        lambda m: f'<circle cx="{m[1]}" cy="{m[2]}" r="{m[3]}"{m[4]}{m[5]}{m[6].replace("path", "circle")}', text
+    )
     text = re.sub(r' (?:opacity="1"|font-weight="normal"|stroke-width="0")', "", text)
     text = re.sub(r"-?\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), text)
     text = text.replace(f'font-family="{FONT}"', "").replace("clip", f"{prefix}clip")

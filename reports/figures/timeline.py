@@ -16,6 +16,7 @@ from reports.split import duration_s
 
 SALTIRE: Final = "M-1,-1L1,1M1,-1L-1,1"
 """A diagonal cross, told from a dot without its colour."""
+DOTS_MAX: Final = 2000
 ALIKE: Final = 1.5
 """Time axes share one scale if the longer run is at most this many times as long."""
 
@@ -79,7 +80,7 @@ def _fault_rows(run: RunFolder, axis: Axis) -> list[dict[str, Any]]:
 
 def limit_line(value: float, y: alt.Y, text: str) -> alt.LayerChart:
     """Return a dashed line at a limit, with its name at the right end."""
-    base = alt.Chart(data([{"limit": value, "text": text}]))
+    base = alt.Chart(data([{"y": value, "text": text}]))
     line = base.mark_rule(color="var(--ink-2)", strokeDash=[3, 3], strokeWidth=1).encode(y=y)
     name = base.mark_text(align="right", baseline="bottom", dy=-3, fontSize=10, color="var(--ink-2)").encode(
         x=alt.value("width"), y=y, text="text:N"
@@ -93,11 +94,14 @@ def saltires(rows: list[dict[str, Any]], axis: Axis, width: int, at: alt.YValue,
     return mark.encode(x=axis.x("x", width), y=at, description="text:N")
 
 
-def thin(rows: list[dict[str, Any]], axis: Axis, y: str, cells: int = 240) -> list[dict[str, Any]]:
-    """Leave out dots that would be drawn on top of another: one a cell of a fine grid. Order is kept."""
+def thin(rows: list[dict[str, Any]], axis: Axis, y: str) -> list[dict[str, Any]]:
+    """Leave out dots that would lie on another: one a cell of a grid, which is coarser the more dots there are."""
     if not rows:
         return []
     highest = max(row[y] for row in rows) or 1.0
     across = axis.place(axis.length_s)
-    seen = {(round(r["x"] / across * 2 * WIDE), round(r[y] / highest * cells)): r for r in reversed(rows)}
-    return list(reversed(seen.values()))
+    for columns in (2 * WIDE, WIDE, WIDE // 2, WIDE // 4):
+        cells = {(round(r["x"] / across * columns), round(r[y] / highest * columns / 4)): r for r in reversed(rows)}
+        if len(cells) <= DOTS_MAX:
+            break
+    return list(reversed(cells.values()))

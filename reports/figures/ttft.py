@@ -13,7 +13,7 @@ from reports.figures.style import NARROW, WIDE, Drawing, Panel, data, svg, y_axi
 from reports.figures.timeline import Axis, faults, limit_line, saltires, thin, time_axes
 from reports.published import TTFT_LIMIT_S, WINDOW_S
 from reports.split import NS_PER_S, timed, window_medians
-from reports.words import arm_colour, arm_title, duration
+from reports.words import arm_colour, arm_title, duration, given
 
 HEIGHT = 210
 
@@ -26,8 +26,10 @@ def ttft_panels(runs: list[RunFolder]) -> list[Panel]:
         return [Panel(r.manifest.arm, arm_title(r.manifest.arm), None, "No request had a first token.") for r in runs]
     low = min(float(seconds.min()), *limits) * 0.8
     high = max(float(seconds.max()), *limits) * 1.6
-    y = alt.Scale(type="log", domain=[low, high], nice=False)
-    return [_panel(run, axis, y, log_ticks(low, high)) for run, axis in zip(runs, time_axes(runs), strict=True)]
+    labels = "datum.value < 1 ? format(datum.value * 1000, ',.3~g') + ' ms' : format(datum.value, ',.3~g') + ' s'"
+    look = y_axis(values=log_ticks(low, high), labelExpr=labels)
+    y = alt.Y("y:Q", scale=alt.Scale(type="log", domain=[low, high], nice=False), axis=look)
+    return [_panel(run, axis, y) for run, axis in zip(runs, time_axes(runs), strict=True)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -38,12 +40,12 @@ def log_ticks(low: float, high: float) -> list[float]:
     return fine if len(fine) <= 8 or len(whole) < 2 else whole
 
 
-def _panel(run: RunFolder, axis: Axis, y: alt.Scale, ticks: list[float]) -> Panel:
+def _panel(run: RunFolder, axis: Axis, y: alt.Y) -> Panel:
     rows, lost = _rows(run, axis)
     arm = run.manifest.arm
     label = f"TTFT over time, {arm_title(arm)}: {len(rows)} requests answered, {len(lost)} without a first token"
     dots = thin([r | {"log": math.log10(r["y"]) + 6} for r in rows], axis, "log")
-    wide, narrow = (svg(_chart(run, axis, y, ticks, dots, lost, w), w, HEIGHT, label) for w in (WIDE, NARROW))
+    wide, narrow = (svg(_chart(run, axis, y, dots=dots, lost=lost, width=w), w, HEIGHT, label) for w in (WIDE, NARROW))
     return Panel(arm, arm_title(arm), Drawing(wide, narrow))
 
 
@@ -51,29 +53,32 @@ def _rows(run: RunFolder, axis: Axis) -> tuple[list[dict[str, Any]], list[dict[s
     """Return requests with a first token, and those without."""
     answered: list[dict[str, Any]] = []
     lost: list[dict[str, Any]] = []
-    for row in timed(run).itertuples():
-        x = axis.place(run.seconds(row.intended_ns))
-        if math.isnan(row.ttft_ms):
-            text = f"{row.request_id}: no first token ({row.outcome})"
-            lost.append({"x": x, "text": text, "failed": row.outcome == "fail"})
+    for row in timed(run).to_dict("records"):
+        x = axis.place(run.seconds(row["intended_ns"]))
+        if math.isnan(row["ttft_ms"]):
+            text = f"{row['request_id']}: no first token ({row['outcome']})"
+            lost.append({"x": x, "text": text, "failed": row["outcome"] == "fail"})
         else:
-            text = f"{row.request_id} on {row.node_d}: TTFT {duration(row.ttft_ms / 1000)}"
-            answered.append({"x": x, "y": row.ttft_ms / 1000, "text": text})
+            text = f"{row['request_id']} on {row['node_d']}: TTFT {duration(row['ttft_ms'] / 1000)}"
+            answered.append({"x": x, "y": row["ttft_ms"] / 1000, "text": text})
     return answered, lost
 
 
 def _chart(
-    run: RunFolder, axis: Axis, scale: alt.Scale, ticks: list[float], dots: list[dict[str, Any]],
-    lost: list[dict[str, Any]], width: int,
-) -> alt.LayerChart:  # fmt: skip
+    run: RunFolder,
+    axis: Axis,
+    y: alt.Y,
+    *,
+    dots: list[dict[str, Any]],
+    lost: list[dict[str, Any]],
+    width: int,
+) -> alt.LayerChart:
     colour = arm_colour(run.manifest.arm)
-    labels = "datum.value < 1 ? format(datum.value * 1000, ',.3~g') + ' ms' : format(datum.value, ',.3~g') + ' s'"
-    y = alt.Y("y:Q", scale=scale, axis=y_axis(values=ticks, labelExpr=labels))
     limit_s = TTFT_LIMIT_S / run.manifest.time_scale
     points = alt.Chart(data(dots)).mark_circle(size=17, color=colour, opacity=0.62, clip=True)
     return alt.layer(
         faults(run, axis, width, colour),
-        limit_line(limit_s, alt.Y("limit:Q", scale=scale), f"limit {duration(limit_s)}"),
+        limit_line(limit_s, y, f"limit {given(duration(limit_s))}"),
         points.encode(x=axis.x("x", width), y=y, description="text:N"),
         _medians(run, axis, width, y),
         saltires([r for r in lost if r["failed"]], axis, width, alt.value(5), "var(--bad)"),
@@ -90,6 +95,11 @@ def _medians(run: RunFolder, axis: Axis, width: int, y: alt.Y) -> alt.Chart:
         for start, p50 in medians
     ]
     line = alt.Chart(data(rows)).mark_line(
-        color="var(--ink)", opacity=0.8, strokeWidth=1.2, interpolate="step", invalid="break-paths-show-path-domains", clip=True
+        color="var(--ink)",
+        opacity=0.8,
+        strokeWidth=1.2,
+        interpolate="step",
+        invalid="break-paths-show-path-domains",
+        clip=True,
     )
     return line.encode(x=axis.x("x", width), y=y)

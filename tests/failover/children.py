@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from tests.waiting import until
 
 PATIENCE_S = 10.0
+PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -53,6 +55,7 @@ def _run_and_exit(body: Callable[[], object]) -> None:
     code = 1
     faulthandler.disable()  # pytest's: a crash on purpose needs no stack
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphan if pytest itself is killed
         body()
         code = 0
     except BaseException:

@@ -1,5 +1,6 @@
 import asyncio
 import fcntl
+import itertools
 import mmap
 import os
 import random
@@ -57,19 +58,19 @@ def nothing() -> None:
 
 
 def no_inode_check() -> None:
-    LockFile.is_current = lambda self: True
+    LockFile.is_current = lambda _self: True
 
 
 def no_close_at_fork() -> None:
-    LockFile.disown = lambda self: None
+    LockFile.disown = lambda _self: None
 
 
 def no_lock() -> None:
-    LockFile.lock = lambda self: None
+    LockFile.lock = lambda _self: None
 
 
 def no_epoch_write() -> None:
-    os.pwrite = lambda fd, data, offset: len(data)
+    os.pwrite = lambda _fd, data, _offset: len(data)
 
 
 def hold(path: Path, board: Board, name: str, sabotage: Sabotage = nothing, then: Callable[[], object] = signal.pause):
@@ -223,6 +224,13 @@ def test_an_executed_child_does_not_keep_the_lock(path, family, board):
     assert acquire_now(path) == 2
 
 
+def inode_of(fd: int) -> int | None:
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return None
+
+
 def copies_in_children_forked_at_any_moment(path: Path, family: Family) -> int:
     """Fork while another thread takes and gives back the lock; how many children have a copy of the descriptor."""
     stop = threading.Event()
@@ -232,8 +240,8 @@ def copies_in_children_forked_at_any_moment(path: Path, family: Family) -> int:
             lock_file.take(path).close()
 
     def look() -> None:
-        opened = [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink() and os.path.lexists(fd)]
-        os._exit(str(path) in opened)
+        wanted = path.stat().st_ino
+        os._exit(any(inode_of(fd) == wanted for fd in range(256)))
 
     thread = threading.Thread(target=take_and_give_back)
     thread.start()
@@ -248,7 +256,7 @@ def test_no_child_gets_a_copy_whenever_it_is_forked(path, family):
 
 
 def test_copies_in_children_are_caught(path, family, monkeypatch):
-    monkeypatch.setattr(LockFile, "disown", lambda self: None)
+    monkeypatch.setattr(LockFile, "disown", lambda _self: None)
     assert copies_in_children_forked_at_any_moment(path, family) > 0
 
 
@@ -691,7 +699,7 @@ def contend(path: Path, shared: mmap.mmap, board: Board, sabotage: Sabotage) -> 
     asyncio.run(main())
 
 
-def troubles_of(n: int, path: Path, family: Family, board: Board, sabotage: Sabotage, seed: int) -> list[str]:
+def troubles_of(n: int, path: Path, family: Family, board: Board, sabotage: Sabotage, *, seed: int) -> list[str]:
     """Let `n` processes contend while they are killed one by one at random; return what was wrong."""
     chance = random.Random(seed)
     shared = mmap.mmap(-1, mmap.PAGESIZE)
@@ -706,7 +714,7 @@ def troubles_of(n: int, path: Path, family: Family, board: Board, sabotage: Sabo
         children.pop(pid).kill()
     lines = board.lines()
     epochs = [int(line.split()[1]) for line in lines if line.startswith("won")]
-    repeated = [f"epoch {b} after {a}" for a, b in zip(epochs, epochs[1:], strict=False) if b <= a]
+    repeated = [f"epoch {b} after {a}" for a, b in itertools.pairwise(epochs) if b <= a]
     assert len(epochs) >= n / 2
     return repeated + [line for line in lines if line.startswith("violation")]
 

@@ -2,8 +2,10 @@ import asyncio
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -26,6 +28,10 @@ def family() -> Iterator[Family]:
 @pytest.fixture
 def sleeper(family: Family) -> Child:
     return family.start(signal.pause)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def gone_pid() -> int:
@@ -81,11 +87,11 @@ async def test_a_process_that_is_not_our_child_can_be_waited_for(family, tmp_pat
 
 async def test_a_cancelled_wait_leaves_no_descriptor(sleeper):
     with ProcessWatch(sleeper.pid) as watch:
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         for _ in range(5):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(watch.exited(), 0.005)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files() == before
 
 
 def test_states_are_told_apart(sleeper):
@@ -125,12 +131,12 @@ def test_a_process_is_known_by_its_start(sleeper):
 
 
 def test_a_reused_pid_is_not_taken_for_the_process(sleeper):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     ticks = pidfd.start_ticks(sleeper.pid)
     assert ticks is not None
     with pytest.raises(ProcessLookupError, match="has gone"):
         ProcessWatch(sleeper.pid, ticks - 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("name", [b"a b", b") R 1 1 1", b"((", b"x) Z 9 9", b"\xff\n)"])
@@ -141,17 +147,20 @@ def test_a_command_name_cannot_forge_the_fields(family, name):
 
     child = family.start(body)
     honest = pidfd.start_ticks(child.pid)
-    raw = f"/proc/{child.pid}/comm"
-    until(lambda: open(raw, "rb").read() == name + b"\n", PATIENCE_S, "it has its name")  # noqa: PTH123, SIM115
+    comm = Path(f"/proc/{child.pid}/comm")
+    until(lambda: comm.read_bytes() == name + b"\n", PATIENCE_S, "it has its name")
     until(lambda: pidfd.process_state(child.pid) == "S", PATIENCE_S, "it sleeps")
     assert pidfd.start_ticks(child.pid) == honest
 
 
 def test_cpu_time_counts_all_threads_and_stands_still_in_a_sleeper(family, sleeper):
-    def burn() -> None:
-        Family().start(signal.pause)
+    def spin() -> None:
         while True:
             pass
+
+    def burn() -> None:
+        threading.Thread(target=spin, daemon=True).start()
+        signal.pause()
 
     burner = family.start(burn)
     until(lambda: (pidfd.cpu_ns(burner.pid) or 0) >= 100_000_000, PATIENCE_S, "it has burnt 100 ms")

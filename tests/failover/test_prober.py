@@ -165,7 +165,7 @@ def test_a_process_that_has_gone_cannot_be_probed(watched):
 )
 def test_senseless_limits_are_refused(watched, limits):
     child = watched.start("sleep_forever")
-    with pytest.raises(ValueError, match="must be|need"):
+    with pytest.raises(ValueError, match=r"must be|need"):
         watched.prober(child, limits)
 
 

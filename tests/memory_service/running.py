@@ -26,12 +26,21 @@ START_S = 20.0  # a shared machine may be slow; nothing is measured by it
 
 
 def read_line(process: subprocess.Popen[str], timeout_s: float = START_S) -> str:
-    """Return the next line of a process's stdout, or '' at its end. Raises AssertionError at the deadline."""
+    """Return the next line of a process's stdout, or '' at its end. Raises AssertionError at the deadline.
+
+    Reads byte by byte: what a buffer had swallowed, no selector would tell of.
+    """
     assert process.stdout is not None
+    line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        assert selector.select(timeout_s), f"process {process.pid} said nothing for {timeout_s} s"
-    return process.stdout.readline().strip()
+        while not line.endswith(b"\n"):
+            assert selector.select(timeout_s), f"process {process.pid} said {line!r} and no more for {timeout_s} s"
+            byte = os.read(process.stdout.fileno(), 1)
+            if not byte:
+                break
+            line += byte
+    return line.decode().strip()
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -48,6 +57,7 @@ class RunningService:
     process: subprocess.Popen[str]
     path: Path
     events_path: Path
+    may_end: bool = False
 
     def client(
         self, tag: Tag = Tag.WEIGHTS, mode: Mode = Mode.WRITER, engine_id: str = "engine", **more: Any
@@ -57,17 +67,31 @@ class RunningService:
     def figures(self) -> Figures:
         return service_figures(self.path)
 
+    def expect_end(self) -> None:
+        """Let the test end this service itself."""
+        self.may_end = True
+
     def settled(self, sessions: int = 0) -> Figures:
         """Return the figures once `sessions` are open and nothing is being freed."""
 
-        def ready() -> Figures | None:
+        def ready() -> bool:
             found = self.figures()
-            return found if found.sessions == sessions and not found.freeing_bytes else None
+            return found.sessions == sessions and not found.freeing_bytes
 
-        return until(ready, 10, f"{sessions} sessions are open and freeing is done")
+        until(ready, 10, f"{sessions} sessions are open and freeing is done")
+        return self.figures()
 
-    def descriptors(self) -> int:
-        return descriptors_of(self.process.pid)
+    def idle_descriptors(self, connections: int = 0) -> int:
+        """Return how many descriptors the service holds with so many connections, once those that end have ended."""
+        socket, stop, standard, events = 1, 2, 3, 1
+        selectors, reaper = 2, 2
+        idle = socket + stop + standard + events + selectors + reaper + self.figures().allocations + connections
+        self.descriptors_become(idle)
+        return idle
+
+    def descriptors_become(self, count: int) -> None:
+        """Wait until the service holds so many descriptors: it closes a connection a moment after its peer."""
+        until(lambda: descriptors_of(self.process.pid) == count, 10, f"the service holds {count} descriptors")
 
     def events(self, kind: EventKind) -> list[Event]:
         lines = self.events_path.read_bytes().splitlines()
@@ -89,12 +113,14 @@ def running_service(*options: str, capacity_bytes: int = 256 * MIB) -> Iterator[
         process = subprocess.Popen(
             server_command(path, "--events", str(events), *options, capacity_bytes=capacity_bytes),
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
+        running = RunningService(process, path, events)
         try:
             assert read_line(process) == "ready"
-            yield RunningService(process, path, events)
-            assert process.poll() is None, "the service died under the test"
+            yield running
+            assert running.may_end or process.poll() is None, "the service died under the test"
         finally:
             end(process)
 
@@ -107,7 +133,8 @@ from reference_impl.memory_service.client import MemoryClient, Mode, Tag
 path, tag, mode, epoch, count, size, *steps = sys.argv[1:]
 count, size = int(count), int(size)
 if "open" in steps:
-    client = MemoryClient(path, tag=Tag(tag), mode=Mode(mode), engine_id="child", epoch=int(epoch), timeout_s=20)
+    client = MemoryClient(path, tag=Tag(tag), mode=Mode(mode), engine_id="child", epoch=int(epoch), timeout_s=20,
+                          wait_s=20.0 if mode == "reader" else 0.0)
 for step in steps:
     if step == "allocate":
         for number in range(count):
@@ -128,9 +155,13 @@ for step in steps:
     elif step == "ask":
         print("asking", flush=True)
         client.allocate("wanted", size, wait_s=60)
-    elif step == "write":
-        region.array("a0").flags.writeable = True
-        region.array("a0")[0] = 1
+    elif step == "copy":
+        copies = [region.array(name).copy() for name in region.names]
+    elif step == "hang_up":
+        client._channel.close()
+    elif step == "wait":
+        sys.stdin.readline()
+        continue
     elif step == "poke":
         import ctypes
         ctypes.c_uint64.from_address(region.address("a0")).value = 1
@@ -170,6 +201,13 @@ def reached(process: subprocess.Popen[str], step: str) -> None:
     """Wait until an engine says that it has done a step. Raises AssertionError if it ends before."""
     while (said := read_line(process)) != step:
         assert said, f"the engine ended with {process.wait(START_S)} before {step!r}"
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    """Let an engine pass its step `wait`."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def sigkill(process: subprocess.Popen[str]) -> None:

@@ -34,7 +34,8 @@ class Sample:
     arm: str
     init: Phases
     promotion: Phases
-    detection_s: float
+    notice_s: float
+    """Emulated time between the lock and its notice."""
     spawn_s: float
     profile: str = "default"
     time_scale: float = 1.0
@@ -49,15 +50,19 @@ class Sample:
 
 
 DEFAULT_INIT: Phases = [
-    ("import", 1.1, False), ("read weights", 4.2, False), ("map KV", 0.9, False), ("touch KV", 1.4, False),
-    ("warm up", 0.8, False),
+    ("spawn and import", 1.3, False), ("weights read", 4.2, False), ("KV pool", 2.1, False), ("warm up", 0.8, False),
+    ("listen and connect", 0.02, False),
 ]  # fmt: skip
-DEFAULT_WAKE: Phases = [("map KV", 0.021, False), ("attach weights", 0.007, False), ("canary", 0.034, False)]
+COLD_WAKE: Phases = [("map weights", 0.0004, False), ("map KV", 0.0006, False), ("canary", 0.034, False)]
+DEFAULT_WAKE: Phases = [("map weights", 0.007, False), ("map KV", 0.021, False), ("canary", 0.034, False)]
 GLM_INIT: Phases = [
-    ("import", 0.9, False), ("load weights", 7.5, True), ("compile kernels", 3.5, True), ("capture graphs", 3.15, True),
-    ("map KV", 0.2, False),
+    ("spawn and import", 0.7, False), ("weights read", 0.3, False), ("KV pool", 0.2, False),
+    ("load weights", 7.5, True), ("compile kernels", 3.5, True), ("capture graphs", 3.15, True),
+    ("warm up", 0.1, False), ("listen and connect", 0.02, False),
 ]  # fmt: skip
-GLM_WAKE: Phases = [("wake", 0.28, True), ("map KV", 0.012, False), ("canary", 0.03, False)]
+GLM_WAKE: Phases = [
+    ("map weights", 0.004, False), ("map KV", 0.012, False), ("wake the model", 0.28, True), ("canary", 0.03, False),
+]  # fmt: skip
 GLM_EMULATED = [
     "compute time: prefill 30,000 tokens/s; decode step 8 ms + 0.6 ms a request",
     "model arithmetic: tokens come from the content oracle, computed from the real bytes of KV and weights",
@@ -70,9 +75,9 @@ def sample(arm: str, profile: str = "default") -> Sample:
     """Return the sample of an arm ("cold" or "shadow") of a profile ("default" or "glm-5.2-b200")."""
     cold = arm == "cold"
     if profile == "default":
-        return Sample(arm, DEFAULT_INIT, [("canary", 0.04, False)] if cold else DEFAULT_WAKE, 0.004, 0.25)
+        return Sample(arm, DEFAULT_INIT, COLD_WAKE if cold else DEFAULT_WAKE, 0.0, 0.02)
     return Sample(
-        arm, GLM_INIT, [("canary", 0.03, False)] if cold else GLM_WAKE, 0.089, 0.2, profile, 20.0, GLM_EMULATED,
+        arm, GLM_INIT, COLD_WAKE if cold else GLM_WAKE, 0.085, 0.02, profile, 20.0, GLM_EMULATED,
         kills_s=(8.0, 34.0, 60.0), end_s=84.0, rate=14.0, prefill_s=0.054, gap_s=0.00108, chunk_tokens=20,
     )  # fmt: skip
 
@@ -106,7 +111,7 @@ class _Deployment:
 
     def start(self, at_s: float, engine: str) -> float:
         self.say(at_s, EventKind.PROCESS_STARTED, engine, pid=4000 + self.made, role="engine")
-        return self.phases(at_s + 0.05, EventKind.INIT_PHASE, engine, self.plan.init)
+        return self.phases(at_s, EventKind.INIT_PHASE, engine, self.plan.init)
 
     def new_engine(self) -> str:
         self.made += 1
@@ -127,10 +132,13 @@ class _Deployment:
         return up_s
 
     def promote(self, at_s: float) -> float:
-        won_s = at_s + self.plan.detection_s * self.rng.uniform(0.9, 1.3)
+        won_s = at_s + 0.004 * self.rng.uniform(0.9, 1.3)
+        if self.plan.notice_s:
+            notice: Phases = [("notice the death", self.plan.notice_s, True)]
+            won_s = self.phases(won_s, EventKind.PROMOTION_PHASE, self.shadow, notice)
         self.say(won_s, EventKind.LOCK_WON, self.shadow, epoch=2)
         up_s = self.register(won_s, self.shadow)
-        self.parked[self.shadow] = (self.parked[self.shadow][0], up_s)
+        self.parked[self.shadow] = (self.parked[self.shadow][0], at_s)
         self.engine, self.shadow = self.shadow, self.new_engine()
         ready_s = self.start(up_s + 0.1, self.shadow)
         self.say(ready_s, EventKind.ENGINE_ASLEEP, self.shadow, pss_bytes=GIB // 2)
@@ -146,6 +154,7 @@ class _Deployment:
     def register(self, at_s: float, engine: str) -> float:
         ready_s = self.phases(at_s + 0.001, EventKind.PROMOTION_PHASE, engine, self.plan.promotion)
         self.say(ready_s, EventKind.ENGINE_AWAKE, engine, epoch=2)
+        self.phases(ready_s, EventKind.PROMOTION_PHASE, engine, [("register", 0.007, False)])
         self.say(ready_s + 0.006, EventKind.ROUTER_REGISTERED, engine, epoch=2)
         return ready_s + 0.006
 
@@ -176,9 +185,10 @@ def _manifest(run_id: str, plan: Sample) -> Manifest:
         title="SIGKILL of an engine, replaced by a cold start" if plan.arm == "cold"
         else "SIGKILL of an engine, replaced by its shadow",
         profile=plan.profile, time_scale=plan.time_scale, seed=plan.seed, started_wall_ns=WALL_NS,
-        command=["pdproof", "compare", "--profile", plan.profile, "--time-scale", f"{plan.time_scale:g}", "--seed", "7"],
+        command=["pdproof", "compare", "--profile", plan.profile, "--time-scale", f"{plan.time_scale:g}"],
         versions={"pdproof": "0.1.0", "python": "3.11.2", "locust": "2.40.5", "sample data": "not measured"},
-        commit="0000000000000000", machine={"cpu": "made up", "cpu_count": 2, "memory_bytes": 24 * GIB, "gpu": None},
+        commit="0000000000000000",
+        machine={"cpu": "made up", "cores": 2, "memory_gib": 23.5, "platform": "Linux x86_64"},
         configuration={"workers": 2, "rate": plan.rate, "input_tokens": 32000, "output_tokens": 1000},
         emulated=plan.emulated,
     )  # fmt: skip
@@ -198,7 +208,7 @@ def _requests(
         crowd = 1.0 if up else 1.35
         first_s = begin_s + plan.prefill_s * crowd * rng.uniform(0.96, 1.06)
         free_s[worker] = first_s
-        record = _record(plan, deployment, rng, number, worker, at_s, first_s, error)
+        record = _record(plan, deployment, rng, number, worker=worker, at_s=at_s, first_s=first_s, error=error)
         phase = "baseline" if at_s < plan.kills_s[0] else "fault"
         made.append((record, phase, True if record.outcome is Outcome.OK else None))
         at_s += rng.expovariate(plan.rate)
@@ -207,9 +217,16 @@ def _requests(
 
 
 def _record(
-    plan: Sample, deployment: _Deployment, rng: random.Random, number: int, worker: str, at_s: float, first_s: float,
+    plan: Sample,
+    deployment: _Deployment,
+    rng: random.Random,
+    number: int,
+    *,
+    worker: str,
+    at_s: float,
+    first_s: float,
     error: str,
-) -> RequestRecord:  # fmt: skip
+) -> RequestRecord:
     late = any(a - 1 <= first_s < b + (b - a) / 2 for a, b in deployment.outages if b - a > 1)
     gap_s = plan.gap_s * (4.2 * rng.uniform(0.6, 1.1) if late and worker == "w1" else 1.0) * rng.uniform(0.95, 1.15)
     stamps = [first_s + plan.chunk_tokens * gap_s * i for i in range(1000 // plan.chunk_tokens)]

@@ -286,7 +286,11 @@ class _Books:
         self.open: dict[int, Session] = {}
         self.freeing: list[Holding] = []
         self.live: dict[int, Holding] = {}
-        self.count = 0
+        self.count = self.refused = 0
+
+    def walk(self, history: list[tuple[str, Tag, int]]) -> None:
+        for step in history:
+            self.step(*step)
 
     def step(self, what: str, tag: Tag, number: int) -> None:
         self.count += 1
@@ -307,8 +311,8 @@ class _Books:
                 gone = self.freeing.pop()
                 self.rules.freed(gone)
                 self.live.pop(gone.id, None)
-        except Refused as refused:
-            assert refused.message
+        except Refused:
+            self.refused += 1
         self.check()
 
     def check(self) -> None:
@@ -332,8 +336,8 @@ class _Books:
 @given(steps)
 def test_every_history_keeps_the_books_and_the_promises(history: list[tuple[str, Tag, int]]) -> None:
     books = _Books(make())
-    for step in history:
-        books.step(*step)
+    books.walk(history)
+    assert books.refused <= len(history)
 
 
 class ForgetsReaders(Sessions):
@@ -369,8 +373,7 @@ def test_the_books_catch_a_mutant(mutant: type[Sessions]) -> None:
         ("close", Tag.WEIGHTS, 0),
     ]
     clean = _Books(make())
-    for step in history:
-        clean.step(*step)
+    clean.walk(history)
+    assert clean.refused == 0
     with pytest.raises(AssertionError):
-        for step in history:
-            books.step(*step)
+        books.walk(history)

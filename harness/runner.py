@@ -1,0 +1,303 @@
+"""Runs a scenario: brings the target up, drives load, injects and proves faults, and writes a run folder.
+
+It records and does not judge. Whatever happens, every process that it started is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
+from faults.kill import Kill
+from harness import content, machine
+from harness.errors import BadInput, StartFailed
+from harness.load import LocustLoad
+from harness.progress import RunProgress
+from harness.run_folder import Manifest, RunFolder, RunWriter
+from harness.sampler import Sampler
+from harness.scenario import Arm, FaultSpec, Scenario
+from harness.targets.reference import ReferenceTarget
+from reference_impl.engine.profile import ProfileError, load_profile
+from reference_impl.failover.pidfd import read_stat, start_ticks
+from reference_impl.realclock import now_ns, wall_ns
+from reference_impl.rules.clock import NS_PER_S, s_to_ns
+from reference_impl.rules.events import EventKind, Scalar
+from workloads.rows import RequestRecord, read_records
+
+TARGET_LIMIT_S: Final = 10.0
+CONVERGE_LIMIT_S: Final = 60.0
+AUDIT_S: Final = 1.5
+TICK_S: Final = 0.25
+LOOK_S: Final = 0.05
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, as asked for."""
+
+    scenario: Scenario
+    arm: Arm
+    profile: str
+    time_scale: float
+    seed: int
+    folder: Path
+    command: list[str]
+    port: int = 0
+
+    def real_s(self, seconds: float) -> float:
+        """Return full-scale seconds as they pass in this run."""
+        return seconds / self.time_scale
+
+    def manifest(self) -> Manifest:
+        """Return what is to run. Raises BadInput for an unknown profile."""
+        try:
+            profile = load_profile(self.profile).scaled(self.time_scale)
+        except ProfileError as error:
+            raise BadInput(str(error)) from error
+        emulated = profile.emulated()
+        if self.time_scale != 1:
+            emulated.append(f"time scale {self.time_scale:g}: emulated durations divided, arrivals multiplied by it")
+        return Manifest(
+            run_id=self.folder.name,
+            scenario=self.scenario.name,
+            arm=self.arm,
+            title=self.scenario.title,
+            profile=self.profile,
+            time_scale=self.time_scale,
+            seed=self.seed,
+            started_wall_ns=wall_ns(),
+            command=self.command,
+            versions=machine.versions(),
+            commit=machine.commit(),
+            machine=machine.machine(),
+            configuration={
+                "scenario": msgspec.to_builtins(self.scenario),
+                "profile": msgspec.to_builtins(profile),
+                "target": "reference",
+            },
+            emulated=emulated,
+        )
+
+
+async def execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
+    """Run `plan` and return the finished folder. Raises PdproofError; the folder then stays, as incomplete."""
+    writer = RunWriter(plan.folder, plan.manifest())
+    target = ReferenceTarget(
+        workers=plan.scenario.workers, arm=plan.arm, profile=plan.profile, time_scale=plan.time_scale,
+        folder=plan.folder, port=plan.port,
+    )  # fmt: skip
+    started: list[ProcessRef] = []
+    try:
+        await target.start(progress.say)
+        run = asyncio.create_task(_Run(plan, target, writer, progress).measure())
+        ended = asyncio.create_task(target.ended())
+        try:
+            await asyncio.wait({run, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done():
+                raise StartFailed(f"the deployment ended in the middle of the run: {ended.result()}")
+            run.result()
+        finally:
+            started = _processes_below(target)
+            await _cancelled(run, ended)
+    finally:
+        progress.say("ending the deployment")
+        await asyncio.shield(target.stop())
+    _audit_processes(writer, started)
+    records = _read_rows(writer.parts)
+    progress.say(f"checking the content of {len(records)} answers")
+    verdicts = await asyncio.to_thread(content.judge, records, target.announcement.weights)
+    phases = _phases_of(writer, records)
+    return writer.finish(zip(records, phases, verdicts, strict=True))
+
+
+async def _cancelled(*tasks: asyncio.Task[object]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Run:
+    """The measured part of a run: from the first request to the last, and the audit behind it."""
+
+    def __init__(self, plan: RunPlan, target: ReferenceTarget, writer: RunWriter, progress: RunProgress) -> None:
+        self._plan = plan
+        self._target = target
+        self._writer = writer
+        self._progress = progress
+        self._healing: list[asyncio.Task[None]] = []
+        self._faults = 0
+
+    async def measure(self) -> None:
+        plan, scenario = self._plan, self._plan.scenario
+        drain_s = plan.real_s(scenario.phases[-1].seconds)
+        load = LocustLoad(
+            load=scenario.load, rate_per_s=scenario.load.rate_per_s * plan.time_scale,
+            load_s=plan.real_s(scenario.load_s), drain_s=drain_s, seed=plan.seed,
+        )  # fmt: skip
+        sampling = asyncio.create_task(Sampler(self._target, self._writer).run())
+        try:
+            origin_ns = await load.start(self._target.url, self._target.announcement.model, self._writer)
+            self._progress.say("locust is starting")
+            await _until(origin_ns)
+            self._progress.total(plan.real_s(scenario.load_s) + drain_s)
+            await self._phases(origin_ns)
+            async with self._phase("drain"):
+                self._progress.say("drain: waiting for the last answers")
+                await load.wait(self._writer)
+            async with self._phase("converge"):
+                await self._converge()
+            async with self._phase("audit"):
+                await asyncio.sleep(AUDIT_S)
+        finally:
+            await asyncio.shield(load.stop())
+            await _cancelled(sampling, *self._healing)
+
+    async def _phases(self, origin_ns: int) -> None:
+        at_ns = origin_ns
+        for phase in self._plan.scenario.phases[:-1]:
+            for repeat in range(phase.repeats):
+                at_ns += s_to_ns(self._plan.real_s(phase.seconds))
+                name = f"{phase.name} {repeat + 1}" if phase.repeats > 1 else phase.name
+                async with self._phase(name):
+                    self._progress.say(name)
+                    if phase.fault is not None:
+                        await self._strike(phase.fault)
+                    await self._pass_time(at_ns)
+
+    @contextlib.asynccontextmanager
+    async def _phase(self, name: str) -> AsyncIterator[None]:
+        self._writer.events.say(EventKind.PHASE_STARTED, self._plan.folder.name, phase=name)
+        yield
+        self._writer.events.say(EventKind.PHASE_ENDED, self._plan.folder.name, phase=name)
+
+    async def _pass_time(self, until_ns: int) -> None:
+        while (left_ns := until_ns - now_ns()) > 0:
+            step_s = min(TICK_S, left_ns / NS_PER_S)
+            await asyncio.sleep(step_s)
+            self._progress.advance(step_s)
+
+    async def _strike(self, spec: FaultSpec) -> None:
+        """Inject one fault and prove it; its healing is watched while the phase goes on."""
+        self._faults += 1
+        fault_id = f"{spec.kind}-{self._faults}"
+        victim = await self._victim(spec)
+        if victim is None:
+            reason = f"no {spec.role} of {spec.worker} was {spec.state} within {TARGET_LIMIT_S:g} s"
+            self._writer.events.say(EventKind.FAULT_UNPROVED, fault_id, worker_id=spec.worker, reason=reason)
+            return
+        fault = self._fault(spec, victim)
+        told: dict[str, Scalar] = {
+            "worker_id": victim.worker_id,
+            "fault": spec.kind,
+            "target": victim.name,
+            "pid": victim.pid,
+        }
+        try:
+            if (hindered := fault.available()) is not None:
+                raise FaultMissed(hindered)
+            moment = await fault.inject()
+        except FaultMissed as error:
+            self._writer.events.say(EventKind.FAULT_UNPROVED, fault_id, reason=str(error), **told)
+            return
+        self._writer.events.say_at(moment, EventKind.FAULT_INJECTED, fault_id, **told)
+        self._healing.append(asyncio.create_task(self._attest(fault, fault_id, victim.worker_id)))
+
+    async def _victim(self, spec: FaultSpec) -> ProcessRef | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TARGET_LIMIT_S):
+                while True:
+                    found = self._target.find(role=spec.role, state=spec.state, worker_id=spec.worker)
+                    if found is not None:
+                        return found
+                    await asyncio.sleep(LOOK_S)
+        return None
+
+    def _fault(self, spec: FaultSpec, victim: ProcessRef) -> Fault:
+        if spec.kind != "kill":
+            raise BadInput(f"scenario {self._plan.scenario.name}: unknown fault kind {spec.kind!r}; there is kill")
+
+        def successor() -> str | None:
+            found = self._target.find(role=spec.role, state=spec.state, worker_id=spec.worker)
+            return found.name if found is not None and found.name != victim.name else None
+
+        return Kill(victim, successor)
+
+    async def _attest(self, fault: Fault, fault_id: str, worker_id: str) -> None:
+        proof = await fault.prove()
+        self._say_proof(EventKind.FAULT_PROVED if proof.holds else EventKind.FAULT_UNPROVED, fault_id, worker_id, proof)
+        await fault.heal()
+        healed = await fault.prove_healed()
+        if healed.holds:
+            self._say_proof(EventKind.FAULT_HEALED, fault_id, worker_id, healed)
+
+    def _say_proof(self, kind: EventKind, fault_id: str, worker_id: str, proof: Evidence) -> None:
+        self._writer.events.say(kind, fault_id, worker_id=worker_id, evidence=proof.shown_by, reason=proof.shown_by)
+
+    async def _converge(self) -> None:
+        """Wait until every worker is whole again, within a bound; whether it came to that is for the checks."""
+        self._progress.say("converge: waiting for full redundancy")
+        wanted = {"active": 1, "standby": 1 if self._plan.arm is Arm.SHADOW else 0}
+        limit_s = CONVERGE_LIMIT_S + self._emulated_init_s()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not self._whole(wanted):
+                    await asyncio.sleep(LOOK_S)
+
+    def _emulated_init_s(self) -> float:
+        return sum(p.seconds for p in load_profile(self._plan.profile).scaled(self._plan.time_scale).init)
+
+    def _whole(self, wanted: dict[str, int]) -> bool:
+        states = [(w, p.state) for w, p in self._target.processes() if p.role == "engine"]
+        return all(
+            states.count((worker, state)) == count
+            for worker in self._target.announcement.workers
+            for state, count in wanted.items()
+        )
+
+
+async def _until(moment_ns: int) -> None:
+    await asyncio.sleep(max(0, moment_ns - now_ns()) / NS_PER_S)
+
+
+def _read_rows(parts: Path) -> list[RequestRecord]:
+    return [record for path in sorted(parts.glob("requests-*.jsonl")) for record in read_records(path)]
+
+
+def _phases_of(writer: RunWriter, records: Sequence[RequestRecord]) -> list[str]:
+    """Return the phase in which each request was to start."""
+    begun = [e for e in RunFolder(writer.path).events if e.kind is EventKind.PHASE_STARTED]
+    names = []
+    for record in records:
+        before = [e for e in begun if e.t_ns <= record.intended_ns] or begun[:1]
+        names.append(str(before[-1].detail["phase"]) if before else "")
+    return names
+
+
+def _processes_below(target: ReferenceTarget) -> list[ProcessRef]:
+    """Return every process of the deployment, whoever started it, so that none can be left behind unnoticed."""
+    found = []
+    pid = target.pid
+    if pid is None:
+        return []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            ticks = start_ticks(child.pid)
+            if ticks is not None:
+                found.append(ProcessRef(name=str(child.pid), role="", worker_id="", pid=child.pid, start_ticks=ticks))
+    return found
+
+
+def _audit_processes(writer: RunWriter, started: Sequence[ProcessRef]) -> None:
+    left = 0
+    for process in started:
+        stat = read_stat(process.pid)
+        if stat is not None and stat.start_ticks == process.start_ticks and not stat.is_dead:
+            left += 1
+            writer.events.say(EventKind.PROCESS_LEFT, process.name, pid=process.pid)
+    writer.events.say(EventKind.AUDITED, writer.manifest.run_id, processes=len(started), left=left)

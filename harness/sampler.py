@@ -1,0 +1,110 @@
+"""Scrapes memory, descriptors and the engines' own gauges while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.run_folder import RunWriter
+from harness.targets.reference import ReferenceTarget
+from reference_impl.engine.process import pss_bytes
+from reference_impl.realclock import now_ns
+
+INTERVAL_S: Final = 0.5
+SCRAPE_LIMIT_S: Final = 0.4
+_MEMFD: Final = "/memfd:pdproof:"
+_TAGS: Final = {"weights": "memory_weights_bytes", "kv_cache": "memory_kv_bytes"}
+_ENGINE_GAUGES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_OWN_MEMORY: Final = {
+    "pdproof:weights_bytes_mapped": "memory_weights_bytes", "pdproof:kv_bytes_mapped": "memory_kv_bytes",
+}  # fmt: skip
+
+
+class Sampler:
+    """Writes gauges of `target` into `writer`, one row a value.
+
+    `memory_weights_bytes`, `memory_kv_bytes` (node: the device): physical memory, as the kernel counts the memory
+    service's memfds; of an engine with memory of its own, what it says it has mapped. `engine_pss_bytes`,
+    `open_descriptors` (node: `worker/process`). `vllm:*` (node: `worker/engine`).
+    """
+
+    def __init__(self, target: ReferenceTarget, writer: RunWriter) -> None:
+        self._target = target
+        self._writer = writer
+
+    async def run(self) -> None:
+        """Scrape until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=SCRAPE_LIMIT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                await self.sample(session)
+                await asyncio.sleep(INTERVAL_S)
+
+    async def sample(self, session: aiohttp.ClientSession) -> None:
+        """Scrape once. A process that dies meanwhile has no value."""
+        devices: Counter[tuple[str, str]] = Counter()
+        processes = self._target.processes()
+        for worker, process in processes:
+            for gauge in _TAGS.values():
+                devices[worker, gauge] += 0
+            node = f"{worker}/{process.name}"
+            try:
+                self._say(node, "open_descriptors", count_descriptors(process.pid))
+                if process.role == "engine":
+                    self._say(node, "engine_pss_bytes", pss_bytes(str(process.pid)))
+                else:
+                    devices.update({(worker, tag): n for tag, n in memfd_bytes(process.pid).items()})
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        await self._engines(session, devices)
+        for (worker, gauge), value in devices.items():
+            self._say(worker, gauge, value)
+
+    async def _engines(self, session: aiohttp.ClientSession, devices: Counter[tuple[str, str]]) -> None:
+        try:
+            async with session.get(f"{self._target.url}/health") as response:
+                routes = msgspec.json.decode(await response.read())["workers"]
+            for route in routes:
+                async with session.get(f"{route['url']}/metrics") as response:
+                    self._engine(route["worker_id"], route["engine_id"], await response.text(), devices)
+        except (aiohttp.ClientError, TimeoutError):
+            return  # a dying engine answers nothing; the events tell why
+
+    def _engine(self, worker: str, engine: str, text: str, devices: Counter[tuple[str, str]]) -> None:
+        own: dict[str, int] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in _ENGINE_GAUGES:
+                    self._say(f"{worker}/{engine}", sample.name, sample.value)
+                elif sample.name in _OWN_MEMORY:
+                    own[_OWN_MEMORY[sample.name]] = int(sample.value)
+        for gauge, value in own.items():
+            devices[worker, gauge] = devices[worker, gauge] or value
+
+    def _say(self, node: str, name: str, value: float) -> None:
+        self._writer.metric(now_ns(), node, name, value)
+
+
+def count_descriptors(pid: int) -> int:
+    """Return how many descriptors a process has open. Raises FileNotFoundError when it has gone."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def memfd_bytes(pid: int) -> Counter[str]:
+    """Return the physical bytes of a memory service's memfds by gauge, as the kernel counts them."""
+    found: Counter[str] = Counter()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            link = str(path.readlink())
+            if link.startswith(_MEMFD):
+                tag = link.removeprefix(_MEMFD).removesuffix(" (deleted)")
+                found[_TAGS.get(tag, "memory_other_bytes")] += path.stat().st_blocks * 512
+        except FileNotFoundError:  # closed since it was listed
+            continue
+    return found

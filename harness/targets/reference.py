@@ -1,0 +1,125 @@
+"""The target `reference`: the reference deployment, as a child process that this machine runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from faults.fault import ProcessRef
+from harness.errors import StartFailed
+from harness.scenario import Arm
+from reference_impl.deployment import Announcement
+from reference_impl.failover.worker import ProcessInfo, read_status, status_path
+
+START_LIMIT_S: Final = 900.0
+STOP_LIMIT_S: Final = 20.0
+
+
+class ReferenceTarget:
+    """Starts, names and ends the processes of a reference deployment. Use `start`, and `stop` in any case."""
+
+    def __init__(self, *, workers: int, arm: Arm, profile: str, time_scale: float, folder: Path, port: int = 0) -> None:
+        self._arguments = [
+            "--workers", str(workers), "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
+            "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
+            "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
+        self._child: asyncio.subprocess.Process | None = None
+        self._announcement: Announcement | None = None
+        self._watching: asyncio.Task[str] | None = None
+
+    async def start(self, progress: Callable[[str], None]) -> Announcement:
+        """Bring the deployment up. Raises StartFailed with the deployment's own last word."""
+        self._child = child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "reference_impl.deployment", *self._arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        if child.stdout is None or child.stderr is None:
+            raise StartFailed("the deployment has no pipes")
+        self._watching = asyncio.create_task(_relay(child.stderr, progress))
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                line = await child.stdout.readline()
+        except TimeoutError as error:
+            raise StartFailed(f"the deployment was not ready within {START_LIMIT_S:g} s") from error
+        if not line:
+            await child.wait()
+            failure = StartFailed(await self._watching or f"the deployment ended with {child.returncode}")
+            failure.exit_code = child.returncode or failure.exit_code
+            raise failure
+        self._announcement = msgspec.json.decode(line, type=Announcement)
+        return self._announcement
+
+    async def ended(self) -> str:
+        """Return when the deployment has ended by itself, with its last word."""
+        if self._child is None or self._watching is None:
+            raise RuntimeError("start comes before ended")
+        await self._child.wait()
+        return await self._watching or f"the deployment ended with {self._child.returncode}"
+
+    @property
+    def pid(self) -> int | None:
+        """The deployment's process, None before the start."""
+        return self._child.pid if self._child else None
+
+    @property
+    def url(self) -> str:
+        """The router's address."""
+        return self.announcement.url
+
+    @property
+    def announcement(self) -> Announcement:
+        """What the deployment said when it was ready."""
+        if self._announcement is None:
+            raise RuntimeError("start comes before everything else")
+        return self._announcement
+
+    def processes(self) -> list[tuple[str, ProcessInfo]]:
+        """Return the workers' processes at this moment, each with its worker's id."""
+        run_dir = Path(self.announcement.run_dir)
+        found = []
+        for worker_id in self.announcement.workers:
+            status = read_status(status_path(run_dir, worker_id))
+            found += [(worker_id, p) for p in status.processes] if status else []
+        return found
+
+    def find(self, *, role: str, state: str, worker_id: str) -> ProcessRef | None:
+        """Return a process of this role and state in this worker, None if there is none."""
+        for worker, p in self.processes():
+            if (worker, p.role, p.state) == (worker_id, role, state):
+                return ProcessRef(name=p.name, role=role, worker_id=worker, pid=p.pid, start_ticks=p.start_ticks)
+        return None
+
+    async def stop(self) -> None:
+        """End the deployment and everything in it."""
+        child = self._child
+        if child is None:
+            return
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
+            try:
+                async with asyncio.timeout(STOP_LIMIT_S):
+                    await child.wait()
+            except TimeoutError:
+                child.kill()  # its children die with it
+                await child.wait()
+        if self._watching is not None:
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+
+async def _relay(stream: asyncio.StreamReader, progress: Callable[[str], None]) -> str:
+    """Pass on what the deployment says of its progress; return its last line."""
+    last = ""
+    async for line in stream:
+        last = line.decode(errors="replace").strip().removeprefix("deployment: ")
+        progress(last)
+    return last
