@@ -7,6 +7,7 @@ token, 500 in, 200 out, constant arrivals), then the default load (32,000 in, 1,
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import sys
 import tempfile
@@ -37,6 +38,7 @@ class Figure(msgspec.Struct):
 
 
 def figure(values: list[float], unit: str = "ms") -> Figure:
+    """Return the spread of `values`."""
     return Figure(unit, statistics.median(values), min(values), max(values), quantile(values, 0.99), len(values))
 
 
@@ -44,6 +46,7 @@ def measure(name: str, plan: Plan, *options: object) -> dict[str, Figure]:
     """Run one load; return its figures."""
     with tempfile.TemporaryDirectory() as folder, golden(Path(folder), [plan], core=1) as server:
         rows_path = Path(folder) / "rows.jsonl"
+        cpu_before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = load("--host", server.url, "--rows", rows_path, *options, core=0)
         if done.returncode:
             raise SystemExit(f"{name}: the client ended with {done.returncode}\n{done.stderr}\n{done.stdout}")
@@ -51,12 +54,15 @@ def measure(name: str, plan: Plan, *options: object) -> dict[str, Figure]:
         found = errors(rows, server.truths())
         lags = [row.schedule_lag_ms for row in rows.values()]
         spoilt = sum(bool(row.spoilt) for row in rows.values())
+        cpu = resource.getrusage(resource.RUSAGE_CHILDREN)  # the server is not reaped yet, so this is the client's
+        cpu_s = cpu.ru_utime + cpu.ru_stime - cpu_before.ru_utime - cpu_before.ru_stime
     return {
         f"{name}.ttft_error": figure(found.ttft),
         f"{name}.first_chunk_error": figure(found.first_chunk),
         f"{name}.chunk_error": figure(found.chunks),
         f"{name}.schedule_lag": figure(lags),
         f"{name}.spoilt_rows": figure([float(spoilt)], "rows"),
+        f"{name}.client_cpu_per_chunk": figure([1e6 * cpu_s / len(found.chunks)], "us, start of locust included"),
     }
 
 
@@ -72,6 +78,7 @@ def steady(chunks_per_s: int, seconds: float) -> dict[str, Figure]:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals at each rate")
@@ -91,11 +98,10 @@ def main() -> None:
 
 
 def show(figures: dict[str, Figure]) -> dict[str, Figure]:
+    """Print the figures and return them."""
     for name, found in figures.items():
-        print(
-            f"{name:38} median {found.median:9.3f}  p99 {found.p99:9.3f}  max {found.max:9.3f} {found.unit}  n={found.n}",
-            flush=True,
-        )
+        spread = f"median {found.median:9.3f}  p99 {found.p99:9.3f}  max {found.max:9.3f}"
+        print(f"{name:38} {spread} {found.unit}  n={found.n}", flush=True)
     return figures
 
 

@@ -133,7 +133,7 @@ def _publish(path: Path, size_bytes: int) -> None:
     with MemoryClient(path, tag=Tag.WEIGHTS, mode=Mode.WRITER, engine_id="writer") as client:
         client.allocate("w", size_bytes)
         with client.region() as region:
-            region.map()
+            region.map(populate=True)
             region.array("w")[:] = 1
         client.commit()
 

@@ -12,11 +12,10 @@ ARM_TITLES = {"cold": "Cold start", "shadow": "Shadow"}
 
 def significant(value: float) -> str:
     """Return `value` with three significant digits, plain and with thousands separators."""
-    if value == 0:
-        return "0"
-    digits = 3 - len(str(int(abs(value)))) if abs(value) >= 1 else 3
-    text = f"{value:,.{max(0, digits)}f}"
-    return text if abs(value) >= 1 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+    rounded = abs(float(f"{value:.3g}"))  # so that 9.996 is 10.0 and not 10.00
+    if rounded < 1:
+        return f"{value:.3g}" if rounded >= 1e-3 or rounded == 0 else f"{value:.1e}"
+    return f"{value:,.{max(0, 3 - len(str(int(rounded))))}f}"
 
 
 def duration(seconds: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,11 @@ class Golden(NamedTuple):
 
     url: str
     truth: Path
+
+    @property
+    def arrived(self) -> Path:
+        """One line for each request whose answer began."""
+        return self.truth.with_suffix(".arrived")
 
     def truths(self) -> dict[str, Truth]:
         """What it knows so far, by request."""
@@ -94,12 +100,17 @@ class Errors(NamedTuple):
     """The same of every chunk."""
 
 
+def keeps_up(found: Errors, gap_ms: float) -> bool:
+    """Whether stamps can be used at all: typically wrong by less than a quarter of the gap between chunks."""
+    return all(abs(statistics.median(values)) < gap_ms / 4 for values in found)
+
+
 def errors(rows: dict[str, RequestRecord], truths: dict[str, Truth]) -> Errors:
     """Compare. Asserts that every row's chunks are as many as were written."""
     found = Errors([], [], [])
     for request_id, row in rows.items():
         truth = truths[request_id]
-        assert len(row.chunks) == len(truth.chunk_ns), f"{request_id}: {len(row.chunks)} chunks of {len(truth.chunk_ns)}"
+        assert len(row.chunks) == len(truth.chunk_ns), f"{request_id}: chunks got lost or doubled"
         late = [
             (chunk.t_ns - written_ns) / NS_PER_MS for chunk, written_ns in zip(row.chunks, truth.chunk_ns, strict=True)
         ]

@@ -1,7 +1,8 @@
 """A server that knows its own truth: when the last byte of each request arrived, and when it wrote each chunk.
 
 `python -m tests.golden_server --truth FILE --plans JSON` serves OpenAI streams on a free port of 127.0.0.1 and prints
-that port. The n-th request gets the n-th plan, round and round. Each answered request leaves one `Truth` line in FILE.
+that port. The n-th request gets the n-th plan, round and round. Each request leaves its id in FILE's sister with the
+suffix `.arrived` when it is there, and one `Truth` line in FILE when its connection is closed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import enum
 import itertools
 import os
 import re
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +71,9 @@ class Truth(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     arrived_ns: int
     chunk_ns: list[int]
+    plan: Plan
     body: msgspec.Raw
+    """The request, `{}` if it was long."""
 
 
 def events(token_ids: list[int], chat: bool, finish: str | None) -> bytes:
@@ -139,14 +144,13 @@ class Stream:
 
     def _flush(self) -> None:
         data, self._waiting = self._waiting, b""
-        if self._plan.split_bytes:
-            pieces = [data[n : n + self._plan.split_bytes] for n in range(0, len(data), self._plan.split_bytes)]
-            for piece in pieces[:-1]:
-                self._transport.write(piece)
-            data = pieces[-1]
-        self.chunk_ns += [now_ns()] * self._waiting_chunks
-        self._waiting_chunks = 0
-        self._transport.write(data)
+        size = self._plan.split_bytes or len(data)
+        complete = data.rindex(b"\n\n")  # the newline that ends the last line of data
+        for start in range(0, len(data), size):
+            if start <= complete < start + size:
+                self.chunk_ns += [now_ns()] * self._waiting_chunks
+                self._waiting_chunks = 0
+            self._transport.write(data[start : start + size])
 
     def _finish(self) -> None:
         usage = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":%d}}\n\n' % self._tokens
@@ -159,6 +163,8 @@ class Stream:
         if fault is Fault.CUT:
             self._transport.close()
         elif fault is Fault.RESET:
+            linger = struct.pack("ii", 1, 0)
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self._transport.abort()
         elif fault is Fault.ERROR:
             self._transport.write(http_chunk(b'data: {"error":{"message":"golden trouble","code":500}}\n\n'))
@@ -177,6 +183,7 @@ class Connection(asyncio.Protocol):
         self._request_id = ""
         self._arrived_ns = 0
         self._body = b"{}"
+        self._plan = Plan()
         self._stream: Stream | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -203,10 +210,11 @@ class Connection(asyncio.Protocol):
         found = re.search(rb"x-request-id: *(\S+)", self._head, re.IGNORECASE)
         self._request_id = found[1].decode() if found else ""
         self._body = body if len(body) < 4096 else b"{}"
-        plan = next(self._server.plans)
+        plan = self._plan = next(self._server.plans)
         if plan.status != 200:
             self._whole(plan.status, b'{"error":{"message":"golden refusal"}}')
             return
+        self._server.arrived.write(self._request_id.encode() + b"\n")
         chat = self._head.startswith(b"POST /v1/chat/")
         self._stream = Stream(self._server, self._transport, plan, body, chat)
         self._stream.begin(self._arrived_ns)
@@ -223,6 +231,7 @@ class Connection(asyncio.Protocol):
                 request_id=self._request_id,
                 arrived_ns=self._arrived_ns,
                 chunk_ns=chunk_ns,
+                plan=self._plan,
                 body=msgspec.Raw(self._body),
             )
             self._server.truth.write(msgspec.json.encode(truth) + b"\n")
@@ -232,8 +241,9 @@ class Connection(asyncio.Protocol):
 class Server:
     """What all connections share."""
 
-    def __init__(self, truth: BinaryIO, plans: list[Plan]) -> None:
+    def __init__(self, truth: BinaryIO, arrived: BinaryIO, plans: list[Plan]) -> None:
         self.truth = truth
+        self.arrived = arrived
         self.plans: Iterator[Plan] = itertools.cycle(plans)
         self.loop = asyncio.get_running_loop()
 
@@ -245,8 +255,8 @@ class Server:
 
 
 async def serve(truth: Path, plans: list[Plan]) -> None:
-    with truth.open("ab") as out:
-        await Server(out, plans).serve()
+    with truth.open("ab") as out, truth.with_suffix(".arrived").open("ab", buffering=0) as arrived:
+        await Server(out, arrived, plans).serve()
 
 
 def main() -> None:

@@ -86,10 +86,12 @@ class Reply(HTTPResponse):
         self.piece += buf
 
     def take(self) -> bytes:
+        """Return the body bytes since the last call."""
         piece, self.piece = self.piece, b""
         return piece
 
     def field(self, name: str) -> str:
+        """Return a header field, "" if it is missing or comes twice."""
         value = self.get(name)
         return value if isinstance(value, str) else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def ensure_weights(folder: Path, seed: int, size_bytes: int, progress: Callable[
             "or name another folder with --weights-dir"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return path
 
 

@@ -73,6 +73,8 @@ class EngineHandle:
 class Supervisor:
     """Runs one worker until `stop` is set."""
 
+    ENGINE_MODULE = "reference_impl.engine.process"
+
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._events = EventLog(Path(config.events_dir, f"events-{config.worker_id}-supervisor.jsonl"), "supervisor")
@@ -165,7 +167,7 @@ class Supervisor:
         )
         try:
             process = await self._spawn(
-                name, "reference_impl.engine.process", [msgspec.json.encode(engine).decode()], (status_write, ticks.fd)
+                name, self.ENGINE_MODULE, [msgspec.json.encode(engine).decode()], (status_write, ticks.fd)
             )
         finally:
             os.close(status_write)

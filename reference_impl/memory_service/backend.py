@@ -51,12 +51,11 @@ class Reservation:
 
 
 class Backend(Protocol):
-    """A device's memory. Every operation raises `errors.BackendError` where the device refuses.
+    """A device's memory. Every operation raises `errors.BackendError` where the device refuses."""
 
-    `alignment_bytes` is the multiple at which memory is placed in a reservation.
-    """
-
-    alignment_bytes: int
+    def alignment_bytes(self, size_bytes: int) -> int:
+        """Return the multiple at which memory of a size is placed in a reservation."""
+        ...
 
     def create(self, size_bytes: int, name: str) -> Memory:
         """Make zeroed memory of a size that never changes."""
@@ -74,7 +73,7 @@ class Backend(Protocol):
         ...
 
     def reserve(self, size_bytes: int) -> Reservation:
-        """Reserve addresses, at a multiple of the alignment; to touch them is a fault."""
+        """Reserve addresses, at a multiple of the largest alignment; to touch them is a fault."""
         ...
 
     def map(self, address: int, memory: Memory, access: Access, *, populate: bool = False) -> None:

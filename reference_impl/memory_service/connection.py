@@ -12,6 +12,7 @@ from reference_impl.memory_service.wire import REQUEST_BYTES_MAX, FrameReader, R
 from reference_impl.rules.sessions import Refused
 
 RECEIVE_BYTES = 65_536
+_SO_PEERPIDFD = 77  # not in Python's socket yet
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,12 @@ class Connection:
 
     def peer_pidfd(self) -> int | None:
         """Return a pidfd of the process that connected, which the caller closes; None if it has ended already."""
+        try:
+            return int.from_bytes(self.sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder)
+        except OSError:
+            pass  # before Linux 6.5, or the process was reaped
         credentials = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         try:
             return os.pidfd_open(int.from_bytes(credentials[:4], sys.byteorder))
-        except ProcessLookupError:
+        except OSError:
             return None

@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from reference_impl.memory_service import libc
 from reference_impl.memory_service.backend import Access, Memory, Reservation
 from reference_impl.memory_service.errors import BackendError
+from reference_impl.memory_service.libc import HUGE_PAGE_BYTES
+from reference_impl.rules.sessions import PAGE_BYTES
 
-HUGE_PAGE_BYTES = 2 << 20
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's fcntl before 3.13
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -36,11 +37,15 @@ def _typed(what: str) -> Iterator[None]:
 class HostBackend:
     """Memory of the host in memfds. See `backend.Backend`.
 
-    Mappings are aligned to 2 MiB and ask for huge pages, which makes them faster to fill and to tear down where
-    /sys/kernel/mm/transparent_hugepage/shmem_enabled is `advise`; elsewhere the advice does nothing.
+    Large memory is aligned to 2 MiB for the sake of huge pages: a GiB of them is torn down in under a millisecond, a
+    GiB of small pages in a hundred, and an engine's death is only seen when that is done. A writer's
+    `map(populate=True)` makes them on any kernel since 6.1; otherwise they come on first touch where
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled is `advise`, and small ones elsewhere.
     """
 
-    alignment_bytes = HUGE_PAGE_BYTES
+    def alignment_bytes(self, size_bytes: int) -> int:
+        """Return 2 MiB for what can have a huge page; a page for the rest, whose page tables are then few."""
+        return HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
 
     def create(self, size_bytes: int, name: str) -> Memory:
         """Make a memfd that can neither shrink nor grow. The name only shows in /proc."""
@@ -108,6 +113,8 @@ class HostBackend:
             libc.mmap(address, memory.size_bytes, protection, libc.MAP_SHARED | libc.MAP_FIXED, memory.handle)
             libc.advise_huge(address, memory.size_bytes)
             if populate:
+                if write:
+                    libc.collapse(address, memory.size_bytes)
                 libc.populate(address, memory.size_bytes, write=write)
 
     def unmap(self, address: int, size_bytes: int) -> None:

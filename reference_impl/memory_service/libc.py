@@ -8,7 +8,8 @@ import os
 
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 14, 22, 23
+MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 22, 23, 25
+HUGE_PAGE_BYTES = 2 << 20
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,6 +52,18 @@ def munmap(address: int, size_bytes: int) -> None:
 def advise_huge(address: int, size_bytes: int) -> bool:
     """Ask for 2 MiB pages, where the kernel has them; tell whether it took the advice."""
     return bool(_libc.madvise(address, size_bytes, MADV_HUGEPAGE) == 0)
+
+
+def collapse(address: int, size_bytes: int) -> bool:
+    """Make the pages of a mapping now, as 2 MiB pages; tell whether all that fit are.
+
+    Works whatever the kernel's settings for huge pages of shared memory (`deny` apart), since Linux 6.1. The kernel
+    wants something to be there to collapse, so that one byte of each huge page is read first. What is there stays.
+    """
+    whole = size_bytes - size_bytes % HUGE_PAGE_BYTES
+    for offset in range(0, whole, HUGE_PAGE_BYTES):
+        ctypes.c_ubyte.from_address(address + offset).value  # noqa: B018 - the access is what counts
+    return whole > 0 and bool(_libc.madvise(address, whole, MADV_COLLAPSE) == 0)
 
 
 def populate(address: int, size_bytes: int, *, write: bool) -> None:

@@ -7,6 +7,7 @@ the client gets an error event and a connection that ends without its last chunk
 from __future__ import annotations
 
 import hmac
+import io
 from typing import Final
 
 import aiohttp
@@ -21,6 +22,7 @@ from reference_impl.rules.routing import Route, RouteTable
 
 BODY_BYTES_MAX: Final = 8 * 2**20
 CONNECT_LIMIT_S: Final = 1.0
+WHOLE_BYTES_MAX: Final = 2**20
 SILENCE_LIMIT_S: Final = 120.0
 """Longest wait for a worker's next byte."""
 _PASSED_ON: Final = ("Content-Type", "x-pdproof-worker", "x-pdproof-engine", "x-request-id")
@@ -63,7 +65,7 @@ class Router:
             return _error(503, "no worker is registered; try again when one is", headers={"Retry-After": "1"})
         try:
             upstream = await self._session.request(
-                request.method, route.url + request.path, data=body or None,
+                request.method, route.url + request.path, data=_payload(body),
                 headers={"Content-Type": request.headers.get("Content-Type", "application/json")},
             )  # fmt: skip
         except _UPSTREAM_ERRORS as error:
@@ -78,7 +80,7 @@ class Router:
             return await self._pass_on(request, upstream, route)
         finally:
             in_flight.discard(upstream)
-            upstream.release()
+            upstream.close()  # an answer read to its end has given its connection back already
 
     async def _pass_on(
         self, request: web.Request, upstream: aiohttp.ClientResponse, route: Route
@@ -176,6 +178,11 @@ class Router:
                  "# TYPE pdproof:router_requests counter"]  # fmt: skip
         lines += [f'pdproof:router_requests_total{{outcome="{k}"}} {v}' for k, v in self._outcomes.items()]
         return web.Response(text="\n".join(lines) + "\n")
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO | None:
+    """Small bodies go out in one write; a large one in pieces, so that it does not hold up everybody's streams."""
+    return None if not body else body if len(body) <= WHOLE_BYTES_MAX else io.BytesIO(body)
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -82,6 +82,8 @@ class BlockPool:
         """Say that `block`, which is held and full, holds the prefix with `digest`. A prefix already known stays."""
         if not self._references[block]:
             raise ValueError(f"block {block} is not held, so its content may change: it cannot be sealed")
+        if self._digest[block] not in (None, digest):
+            raise ValueError(f"block {block} is sealed with another digest: a full block never changes")
         if digest not in self._index:
             self._index[digest] = block
             self._digest[block] = digest

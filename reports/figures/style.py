@@ -7,6 +7,7 @@ light and dark; each is drawn for a wide and for a narrow column, so that its te
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ NARROW: Final = 346
 FONT: Final = "sans-serif"
 _LEFT: Final = 46
 _serial = itertools.count()
+_rows: dict[str, list[dict[str, Any]]] = {}
+"""Rows of charts that are not drawn yet, by unique name."""
 _DOT: Final = re.compile(
     r'<path transform="translate\(([^,]*),([^)]*)\)" d="M([\d.]+),0A[^"]*"([^>]*?) stroke-width="[^"]*"([^>]*)'
     r"(/>|><title>[^<]*</title></path>)"
@@ -42,29 +45,34 @@ class Panel(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def axis(**more: Any) -> alt.Axis:
-    """Return an axis in the style of the house."""
+def axis(**more: Any) -> dict[str, Any]:
+    """Return an axis in the style of the house (as a dictionary, which Altair copies far sooner than its `Axis`)."""
     look = {
         "domain": False, "tickColor": "var(--line)", "gridColor": "var(--line)", "labelColor": "var(--ink-2)",
         "titleColor": "var(--ink-2)", "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal",
         "labelPadding": 5, "tickSize": 4,
     }  # fmt: skip
-    return alt.Axis(**(look | more))
+    return look | more
 
 
-def x_axis(width: int, title: str | None) -> alt.Axis:
+def x_axis(width: int, title: str | None) -> dict[str, Any]:
     """Return the time axis, with as many ticks as `width` has room for."""
     return axis(title=title, grid=False, tickCount=6 if width >= WIDE else 4, titleAnchor="end", titlePadding=4)
 
 
-def y_axis(**more: Any) -> alt.Axis:
+def y_axis(**more: Any) -> dict[str, Any]:
     """Return the value axis. Its title stands above the chart, in the page's own words."""
     return axis(**({"title": None, "ticks": False, "minExtent": _LEFT - 10, "maxExtent": _LEFT - 10} | more))
 
 
-def data(rows: list[dict[str, Any]]) -> alt.Data:
-    """Return rows as inline data."""
-    return alt.Data(values=rows)
+def data(rows: list[dict[str, Any]]) -> alt.NamedData:
+    """Return rows as data for a chart that `svg` draws.
+
+    Altair copies and checks inline rows a dozen times over, which takes seconds a page; by name it leaves them alone.
+    """
+    name = f"rows-{next(_serial)}"
+    _rows[name] = rows
+    return alt.NamedData(name=name)
 
 
 def svg(chart: alt.LayerChart, width: int, height: int, label: str) -> Markup:
@@ -75,7 +83,9 @@ def svg(chart: alt.LayerChart, width: int, height: int, label: str) -> Markup:
     dressed = chart.properties(width=width - _LEFT - 14, height=height, padding=1, autosize="pad").configure(
         background="transparent", font=FONT, view=alt.ViewConfig(stroke=None)
     )
-    raw = vl_convert.vegalite_to_svg(dressed.to_dict(validate=False), vl_version="6.4")
+    spec = dressed.to_dict(validate=False)
+    spec["datasets"] = {name: _rows.pop(name) for name in dict.fromkeys(re.findall(r"rows-\d+", json.dumps(spec)))}
+    raw = vl_convert.vegalite_to_svg(spec, vl_version="6.4")
     return Markup(_clean(raw, label, f"c{next(_serial)}-", tips=width >= WIDE))  # noqa: S704 - our own drawing; its texts are escaped
 
 

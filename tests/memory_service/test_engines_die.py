@@ -10,7 +10,14 @@ import pytest
 
 from reference_impl.memory_service import wire
 from reference_impl.memory_service.client import MemoryClient, commit_status
-from reference_impl.memory_service.errors import NothingCommitted, ServiceGone, ServiceTimeout, ShortOfMemory
+from reference_impl.memory_service.errors import (
+    NothingCommitted,
+    ServiceGone,
+    ServiceTimeout,
+    ShortOfMemory,
+    WriterBusy,
+)
+from reference_impl.realclock import now_ns
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.sessions import Mode, Tag
 from tests.memory_service.running import (
@@ -125,6 +132,15 @@ def test_short_memory_is_waited_for_and_given_when_its_holder_dies() -> None:
             sigkill(engine)
             client.allocate("w", 4 * SIZE, wait_s=10)
         assert service.settled(sessions=1).used_bytes == 4 * SIZE
+
+
+def test_the_service_caps_a_wait() -> None:
+    """KVC-MEM-010: a client that asks for a minute waits no longer than the service lets it."""
+    with running_service("--wait-s-max", "0.05") as service, service.client():
+        start_ns = now_ns()
+        with pytest.raises(WriterBusy):
+            service.client(wait_s=60)
+        assert 0.05e9 <= now_ns() - start_ns < 30e9
 
 
 def test_a_wait_ends_when_the_asker_dies() -> None:

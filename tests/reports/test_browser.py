@@ -1,0 +1,57 @@
+"""The pages in headless Chromium: nothing complains, nothing sticks out, the charts are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.run_folder import RunFolder
+from reports.page import write_run_page
+from tests.reports import chromium
+from tests.reports.runs import comparison
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(chromium.find() is None, reason="Chromium is not installed (apt-get install chromium)"),
+]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    home = tmp_path_factory.mktemp("pages")
+    out = comparison("glm-5.2-b200")
+    return [out / "index.html", write_run_page(RunFolder(out.parent / "shadow"), home / "report.html")]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Browser]:
+    binary = chromium.find()
+    assert binary is not None
+    with chromium.Browser(binary) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 760, 400])
+def test_a_page_fits_its_window_and_shows_its_charts(
+    pages: list[Path], browser: chromium.Browser, width: int, dark: bool
+) -> None:
+    for page, charts in zip(pages, (8, 4), strict=True):
+        browser.show(page, width, dark=dark)
+        assert browser.value("document.title").startswith("Pass")
+        wide = browser.value("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= wide[1] == width, wide
+        boxes = browser.value(
+            "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
+            ".filter(r => r.width > 0).map(r => [r.width, r.height, r.right])"
+        )
+        assert len(boxes) == charts
+        assert all(w > 200 and h > 80 and right <= width for w, h, right in boxes), boxes
+        light = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] > 128")
+        assert light is not dark
+        dot = browser.value("getComputedStyle(document.querySelector('svg circle')).fill")
+        assert dot.startswith("rgb(")
+        assert dot != "rgb(0, 0, 0)"  # the page's variables reach into the drawings
+    assert browser.problems == []
