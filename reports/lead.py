@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.verdicts import Verdict
 from reports import words
 from reports.arms import ArmSummary
 from reports.summary import Summary
@@ -18,8 +19,9 @@ def comparison_lead(summary: Summary) -> str:
         if ratio >= 1
         else f"which is {words.significant(1 / ratio)} times later than"
     )
+    begin = "Seen, but not proved: after" if summary.verdict in (Verdict.INCONCLUSIVE, Verdict.ERROR) else "After"
     return (
-        f"After a SIGKILL the worker served again in {words.duration(shadow)} with a shadow, {times} after a cold "
+        f"{begin} a SIGKILL the worker served again in {words.duration(shadow)} with a shadow, {times} after a cold "
         f"start ({words.duration(cold)})."
     )
 

@@ -17,14 +17,14 @@ class BadStream(ValueError):
     """The server sent something that is no OpenAI stream."""
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """How many tokens the server counted."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """New text of a chat answer, its thoughts included: they are decoded tokens as well."""
 
     content: str | None = None
@@ -32,7 +32,7 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """New content of one answer."""
 
     text: str | None = None
@@ -48,7 +48,7 @@ class Choice(msgspec.Struct, frozen=True):
         return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
 
 
-class StreamEvent(msgspec.Struct, frozen=True):
+class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     """One event. Only the first choice counts: one answer is asked for."""
 
     choices: list[Choice] = []

@@ -193,8 +193,7 @@ class StreamedRequest:
         if not seen.sent_ns:
             seen.error = f"could not be sent to {self._host.url}: {error or type(error).__name__}"
         else:
-            chunks = len(self.answer.chunks)
-            seen.error = f"the connection broke after {chunks} chunks: {error or type(error).__name__}"
+            seen.error = f"the connection broke after {self.answer.chunk_count} chunks: {error or type(error).__name__}"
 
 
 def _words(body: bytes) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from workloads.rows import Outcome, RequestRecord
 
 
-class Figures(msgspec.Struct, frozen=True):
+class Figures(msgspec.Struct, frozen=True, gc=False):
     """The figures of one row that a summary needs; small enough to keep for every request."""
 
     outcome: Outcome

@@ -132,11 +132,6 @@ def _chat_prompt(body: Body) -> Ints:
     return np.array(tokens.encode(text), np.int64)
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> bytes:
-    """Return an error as OpenAI's API words it."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
 class Writer:
     """Writes the answer to one request: whole, or event by event."""
 

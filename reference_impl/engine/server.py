@@ -17,6 +17,7 @@ from reference_impl.engine import openai
 from reference_impl.engine.core import Sequence
 from reference_impl.engine.loop import StepLoop, TokenStream
 from reference_impl.engine.metrics import EngineMetrics
+from reference_impl.error_body import error_body
 from reference_impl.oracle import Weights
 from reference_impl.realclock import wall_ns
 from reference_impl.rules.lifecycle import EngineState
@@ -122,5 +123,5 @@ class EngineServer:
         return web.Response(body=self._metrics.text(), content_type="text/plain", headers=self._headers)
 
     def _error(self, status: int, message: str, kind: str, param: str | None = None) -> web.Response:
-        body = openai.error_body(message, kind, param, status)
+        body = error_body(message, kind, param, status)
         return web.Response(body=body, status=status, content_type="application/json", headers=self._headers)

@@ -30,6 +30,7 @@ async def _run(arguments: argparse.Namespace, token: str) -> int:
         where = f"{arguments.host}:{arguments.port}"
         problem = f"router: cannot listen on {where}: {reason}; choose another --port"
         print(problem, file=sys.stderr)  # noqa: T201 # the one clear line
+        await runner.cleanup()
         return 7
     port = runner.addresses[0][1]
     print(json.dumps({"url": f"http://{arguments.host}:{port}"}), flush=True)  # noqa: T201

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from reference_impl.engine.openai import error_body
+from reference_impl.error_body import error_body
 from reference_impl.event_log import EventLog
 from reference_impl.router.protocol import MESSAGE_BYTES_MAX, REGISTER_PATH, TOKEN_HEADER, Answer, Register
 from reference_impl.rules.events import EventKind, Scalar

@@ -73,11 +73,11 @@ def _decode_chart(
     points = alt.Chart(data(dots)).mark_circle(size=17, color=colour, opacity=0.62, clip=True)
     y = alt.Y("y:Q", scale=scale, axis=y_axis(tickCount=5))
     return alt.layer(
-        faults(run, axis, width, colour),
-        limit_line(limit, y, f"limit {given(rate(limit))}"),
-        points.encode(x=axis.x("x", width), y=y, description="text:N"),
-        saltires([r for r in lost if r["failed"]], axis, width, alt.value(HEIGHT - 5), "var(--bad)"),
-        saltires([r for r in lost if not r["failed"]], axis, width, alt.value(HEIGHT - 5), "var(--ink-2)"),
+        *faults(run, axis, width, colour),
+        *limit_line(limit, y, f"limit {given(rate(limit))}"),
+        points.encode(x=axis.x("x", width), y=y, description=alt.Description("text:N")),
+        saltires([r for r in lost if r["failed"]], axis, width, alt.YValue(HEIGHT - 5), "var(--bad)"),
+        saltires([r for r in lost if not r["failed"]], axis, width, alt.YValue(HEIGHT - 5), "var(--ink-2)"),
     )
 
 
@@ -122,7 +122,7 @@ def _throughput_panel(run: RunFolder, axis: Axis, y: alt.Scale, rows: list[dict[
         )
         area = base.mark_area(color=colour, opacity=0.28, interpolate="step-after", clip=True)
         line = base.mark_line(color=colour, strokeWidth=1.2, interpolate="step-after", clip=True)
-        return alt.layer(faults(run, axis, width, colour), area, line)
+        return alt.layer(*faults(run, axis, width, colour), area, line)
 
     label = f"Tokens received each second over time, {arm_title(arm)}"
     wide, narrow = (svg(chart(w), w, THROUGHPUT_HEIGHT, label) for w in (WIDE, NARROW))

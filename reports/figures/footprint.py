@@ -88,8 +88,8 @@ def _chart(
     piled = area.encode(
         x=axis.x("x", width),
         y=alt.Y("y:Q", scale=scale, axis=look, stack="zero"),
-        detail="engine:N",
-        order="order:O",
+        detail=alt.Detail("engine:N"),
+        order=alt.Order("order:O"),
         opacity=alt.Opacity("shade:N", scale=alt.Scale(domain=[0, 1], range=[0.5, 0.24]), legend=None),
     )
     line = alt.Chart(data(lines)).mark_line(interpolate="step-after", strokeWidth=1.6, color="var(--ink)", clip=True)
@@ -98,4 +98,4 @@ def _chart(
         y=alt.Y("y:Q", scale=scale, axis=look),
         strokeDash=alt.StrokeDash("name:N", scale=alt.Scale(domain=[WEIGHTS, KV], range=[[1, 0], [4, 3]]), legend=None),
     )
-    return alt.layer(faults(run, axis, width, colour), piled, held)
+    return alt.layer(*faults(run, axis, width, colour), piled, held)

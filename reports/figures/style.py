@@ -20,6 +20,7 @@ WIDE: Final = 520
 NARROW: Final = 346
 FONT: Final = "sans-serif"
 _LEFT: Final = 46
+_VEGA_LITE: Final = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 _serial = itertools.count()
 _rows: dict[str, list[dict[str, Any]]] = {}
 """Rows of charts that are not drawn yet, by unique name."""
@@ -85,7 +86,7 @@ def svg(chart: alt.LayerChart, width: int, height: int, label: str) -> Markup:
     )
     spec = dressed.to_dict(validate=False)
     spec["datasets"] = {name: _rows.pop(name) for name in dict.fromkeys(re.findall(r"rows-\d+", json.dumps(spec)))}
-    raw = vl_convert.vegalite_to_svg(spec, vl_version="6.4")
+    raw = vl_convert.vegalite_to_svg(spec, vl_version=_VEGA_LITE)
     return Markup(_clean(raw, label, f"c{next(_serial)}-", tips=width >= WIDE))  # noqa: S704 - our own drawing; its texts are escaped
 
 

@@ -51,17 +51,17 @@ def time_axes(runs: Iterable[RunFolder]) -> list[Axis]:
     return [Axis(s, "minutes", 60.0) if s > 1200 else Axis(s, "seconds", 1.0) for s in lengths]
 
 
-def faults(run: RunFolder, axis: Axis, width: int, colour: str) -> alt.LayerChart:
-    """Return the shaded windows fault -> registered, each with a line and a number at its fault."""
+def faults(run: RunFolder, axis: Axis, width: int, colour: str) -> list[alt.Chart]:
+    """Return the layers of shaded windows fault -> registered, each with a line and a number at its fault."""
     rows = _fault_rows(run, axis)
     x = axis.x("start", width)
     base = alt.Chart(data(rows))
-    shade = base.mark_rect(color=colour, opacity=0.14).encode(x=x, x2="end:Q")
+    shade = base.mark_rect(color=colour, opacity=0.14).encode(x=x, x2=alt.X2("end:Q"))
     line = base.mark_rule(color="var(--ink)", strokeWidth=1, opacity=0.55).encode(x=x)
     name = base.mark_text(
         align="left", baseline="top", dx=4, dy=-11, fontSize=10, color="var(--ink-2)", clip=False
-    ).encode(x=x, y=alt.value(0), text="name:N")
-    return alt.layer(shade, line, name)
+    ).encode(x=x, y=alt.YValue(0), text=alt.Text("name:N"))
+    return [shade, line, name]
 
 
 def _fault_rows(run: RunFolder, axis: Axis) -> list[dict[str, Any]]:
@@ -78,20 +78,20 @@ def _fault_rows(run: RunFolder, axis: Axis) -> list[dict[str, Any]]:
     ]
 
 
-def limit_line(value: float, y: alt.Y, text: str) -> alt.LayerChart:
-    """Return a dashed line at a limit, with its name at the right end."""
+def limit_line(value: float, y: alt.Y, text: str) -> list[alt.Chart]:
+    """Return the layers of a dashed line at a limit, with its name at the right end."""
     base = alt.Chart(data([{"y": value, "text": text}]))
     line = base.mark_rule(color="var(--ink-2)", strokeDash=[3, 3], strokeWidth=1).encode(y=y)
     name = base.mark_text(align="right", baseline="bottom", dy=-3, fontSize=10, color="var(--ink-2)").encode(
-        x=alt.value("width"), y=y, text="text:N"
+        x=alt.XValue("width"), y=y, text=alt.Text("text:N")
     )
-    return alt.layer(line, name)
+    return [line, name]
 
 
 def saltires(rows: list[dict[str, Any]], axis: Axis, width: int, at: alt.YValue, colour: str) -> alt.Chart:
     """Return crosses for requests whose figure was never measured."""
     mark = alt.Chart(data(rows)).mark_point(shape=SALTIRE, size=26, strokeWidth=1.4, color=colour, clip=False)
-    return mark.encode(x=axis.x("x", width), y=at, description="text:N")
+    return mark.encode(x=axis.x("x", width), y=at, description=alt.Description("text:N"))
 
 
 def thin(rows: list[dict[str, Any]], axis: Axis, y: str) -> list[dict[str, Any]]:

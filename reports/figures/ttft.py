@@ -77,12 +77,12 @@ def _chart(
     limit_s = TTFT_LIMIT_S / run.manifest.time_scale
     points = alt.Chart(data(dots)).mark_circle(size=17, color=colour, opacity=0.62, clip=True)
     return alt.layer(
-        faults(run, axis, width, colour),
-        limit_line(limit_s, y, f"limit {given(duration(limit_s))}"),
-        points.encode(x=axis.x("x", width), y=y, description="text:N"),
+        *faults(run, axis, width, colour),
+        *limit_line(limit_s, y, f"limit {given(duration(limit_s))}"),
+        points.encode(x=axis.x("x", width), y=y, description=alt.Description("text:N")),
         _medians(run, axis, width, y),
-        saltires([r for r in lost if r["failed"]], axis, width, alt.value(5), "var(--bad)"),
-        saltires([r for r in lost if not r["failed"]], axis, width, alt.value(5), "var(--ink-2)"),
+        saltires([r for r in lost if r["failed"]], axis, width, alt.YValue(5), "var(--bad)"),
+        saltires([r for r in lost if not r["failed"]], axis, width, alt.YValue(5), "var(--ink-2)"),
     )
 
 

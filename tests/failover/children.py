@@ -113,11 +113,14 @@ class Board:
         os.close(self._fd)
 
 
+def blocked_count(pid: int, path: Path) -> int:
+    """How many threads of `pid` the kernel has in its queue for a flock on the file at `path`."""
+    inode = path.stat().st_ino
+    # 1: -> FLOCK ADVISORY WRITE pid major:minor:inode start end
+    entries = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
+    return sum(int(entry[5]) == pid and int(entry[6].split(":")[2]) == inode for entry in entries)
+
+
 def is_blocked_on(pid: int, path: Path) -> bool:
     """Whether the kernel has `pid` in its queue for a flock on the file at `path`."""
-    inode = path.stat().st_ino
-    for line in Path("/proc/locks").read_text().splitlines():
-        fields = line.split()  # 1: -> FLOCK ADVISORY WRITE pid major:minor:inode start end
-        if fields[1] == "->" and fields[2] == "FLOCK" and int(fields[5]) == pid:
-            return int(fields[6].split(":")[2]) == inode
-    return False
+    return blocked_count(pid, path) > 0

@@ -26,7 +26,7 @@ from reference_impl.failover.lock import (
     read_owner,
 )
 from reference_impl.failover.lock_file import LockFile
-from tests.failover.children import PATIENCE_S, Board, Child, Family, is_blocked_on
+from tests.failover.children import PATIENCE_S, Board, Child, Family, blocked_count, is_blocked_on
 from tests.waiting import until, until_async
 
 
@@ -195,7 +195,7 @@ def test_a_child_forked_while_its_parent_waits_does_not_keep_the_lock_either(pat
     def wait_and_fork() -> None:
         async def main() -> None:
             waiting = asyncio.create_task(FlockFailoverLock(path).acquire("second"))
-            await until_async(lambda: is_blocked_on(os.getpid(), path), PATIENCE_S, "the parent waits")
+            await until_async(lambda: blocked_count(os.getpid(), path), PATIENCE_S, "the parent waits")
             if os.fork() == 0:
                 board.say(f"grandchild {os.getpid()}")
                 signal.pause()
@@ -510,7 +510,7 @@ async def test_a_wait_cancelled_at_the_moment_of_the_grant_gives_it_back(path):
     holder, quitter = FlockFailoverLock(path), FlockFailoverLock(path)
     await holder.acquire("holder")
     waiting = asyncio.create_task(quitter.acquire("quitter"))
-    await until_async(lambda: is_blocked_on(os.getpid(), path), PATIENCE_S, "it waits")
+    await until_async(lambda: blocked_count(os.getpid(), path), PATIENCE_S, "it waits")
     holder.release()
     # The loop stands still here, so the grant lies in its queue when the cancellation comes.
     until(lambda: not flock_threads(), PATIENCE_S, "the thread has handed the grant over")
@@ -526,7 +526,7 @@ async def test_a_wait_cancelled_after_the_grant_reached_the_loop_gives_it_back(p
     holder, quitter = FlockFailoverLock(path), FlockFailoverLock(path)
     await holder.acquire("holder")
     waiting = asyncio.create_task(quitter.acquire("quitter"))
-    await until_async(lambda: is_blocked_on(os.getpid(), path), PATIENCE_S, "it waits")
+    await until_async(lambda: blocked_count(os.getpid(), path), PATIENCE_S, "it waits")
     holder.release()
     until(lambda: not flock_threads(), PATIENCE_S, "the thread has handed the grant over")
     # Runs right after the grant was settled, and before the task is resumed.
@@ -557,9 +557,10 @@ async def test_waiting_again_and_again_keeps_one_thread_and_its_place(path):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(patient.acquire("patient"), 0.01)
     assert len(flock_threads()) == 1
-    late = asyncio.create_task(rival.acquire("rival"))
-    await until_async(lambda: len(flock_threads()) == 2, PATIENCE_S, "the rival waits")
     early = asyncio.create_task(patient.acquire("patient"))
+    late = asyncio.create_task(rival.acquire("rival"))
+    await until_async(lambda: blocked_count(os.getpid(), path) == 2, PATIENCE_S, "both wait in the kernel")
+    assert len(flock_threads()) == 2
     holder.release()
     assert await early == 2
     patient.release()
@@ -571,7 +572,7 @@ def test_a_loop_that_was_closed_while_it_waited_does_not_get_the_lock(path, fami
     holder = start_holder(family, path, board, "first")
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(FlockFailoverLock(path).acquire("gone"))
-    loop.run_until_complete(until_async(lambda: is_blocked_on(os.getpid(), path), PATIENCE_S, "it waits"))
+    loop.run_until_complete(until_async(lambda: blocked_count(os.getpid(), path), PATIENCE_S, "it waits"))
     waiting.cancel()
     loop.close()
     holder.kill()
@@ -584,7 +585,7 @@ def test_it_works_on_uvloop(path, family, board):
 
     async def main() -> int:
         waiting = asyncio.create_task(FlockFailoverLock(path).acquire("second"))
-        await until_async(lambda: is_blocked_on(os.getpid(), path), PATIENCE_S, "it waits")
+        await until_async(lambda: blocked_count(os.getpid(), path), PATIENCE_S, "it waits")
         holder.kill()
         return await waiting
 
@@ -603,7 +604,7 @@ async def test_acquiring_twice_is_refused_and_changes_nothing(path):
     assert lock.epoch == 1
     rival = FlockFailoverLock(path)
     waiting = asyncio.create_task(rival.acquire("e2"))
-    await until_async(lambda: is_blocked_on(os.getpid(), path), PATIENCE_S, "the rival waits")
+    await until_async(lambda: blocked_count(os.getpid(), path), PATIENCE_S, "the rival waits")
     with pytest.raises(LockMisuse, match="e2 is waiting for it already"):
         await rival.acquire("e2")
     lock.release()

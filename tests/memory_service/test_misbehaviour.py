@@ -19,7 +19,15 @@ from reference_impl.memory_service.errors import BadRequest, ProtocolError
 from reference_impl.rules.sessions import Mode, Reason, Tag
 from tests.memory_service.running import RunningService, descriptors_of, running_service
 
+IMPATIENT = ("--handshake-s", "0.5", "--frame-s", "0.5")
 OPEN = wire.Open(Tag.WEIGHTS, Mode.WRITER, "rogue", 0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    """One service for all of them: that it lives to the end is part of the claim."""
+    with running_service(*IMPATIENT) as running:
+        yield running
 
 
 def raw_frame(body: bytes) -> bytes:
@@ -101,7 +109,7 @@ def test_a_frame_in_time_is_answered_and_its_connection_stays(service: RunningSe
             assert isinstance(answer(sock), wire.FiguresAre)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(min_size=1, max_size=300), st.booleans())
 def test_any_bytes_at_all_leave_the_service_as_it_was(service: RunningService, data: bytes, framed: bool) -> None:
     with peer(service) as sock:
@@ -114,7 +122,7 @@ def test_any_bytes_at_all_leave_the_service_as_it_was(service: RunningService, d
 values = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary())
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([OPEN, wire.Allocate("n", 1, 0.0), wire.Commit("c", b""), wire.Export(("n",)), wire.GetFigures()]),
     st.lists(st.tuples(st.integers(0, 9), values), max_size=2),
@@ -161,15 +169,16 @@ def test_a_request_with_descriptors_is_refused_and_none_is_kept(service: Running
         assert "descriptors" in reply.message
 
 
-def test_a_peer_that_reads_no_answers_is_given_up(service: RunningService) -> None:
-    with service.client() as writer:
-        for number in range(64):
-            writer.allocate(f"{number}".rjust(200, "n"), 4096)
-        writer.commit(b"m" * (1 << 20))
-    with unharmed(service), peer(service) as sock:
-        sock.sendall(wire.frame(wire.Open(Tag.WEIGHTS, Mode.READER, "deaf", 0, 0.0)))
-        service.settled(sessions=1)
-        assert len(everything(sock)) < 1 << 20, "it was sent the whole answer in spite of reading none"
+def test_a_peer_that_reads_no_answers_is_given_up() -> None:
+    with running_service(*IMPATIENT) as service:
+        with service.client() as writer:
+            for number in range(64):
+                writer.allocate(f"{number}".rjust(200, "n"), 4096)
+            writer.commit(b"m" * (1 << 20))
+        with unharmed(service), peer(service) as sock:
+            sock.sendall(wire.frame(wire.Open(Tag.WEIGHTS, Mode.READER, "deaf", 0, 0.0)))
+            service.settled(sessions=1)
+            assert len(everything(sock)) < 1 << 20, "it was sent the whole answer in spite of reading none"
 
 
 def test_too_many_peers_do_not_keep_an_engine_out() -> None:

@@ -12,6 +12,7 @@ import click.testing
 import pytest
 
 from harness.run_folder import RunFolder
+from harness.verdicts import Verdict
 from reports import words
 from reports.commands.report import command
 from reports.comparison import write_comparison
@@ -182,6 +183,13 @@ def test_runs_without_recoveries_compare_as_inconclusive(tmp_path: Path) -> None
     assert "There is no ratio" in page.text
 
 
+def test_a_failed_check_stands_at_the_head_with_what_it_found(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", sample("shadow"), verdict=Verdict.FAIL)
+    text = run_page(run)
+    assert Page(text).first_words == "Fail"
+    assert "The worker serves again: fail. 3 of 3 kills recovered" in text[: text.index("<main>")]
+
+
 def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -> None:
     pair(tmp_path)
     invoke = click.testing.CliRunner().invoke
@@ -197,7 +205,8 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, "–"), (0, "0 s"), (0.00431, "4.31 ms"), (0.9999, "1.00 s"), (2.0, "2.00 s"), (9.434, "9.43 s"),
-     (9.996, "10.0 s"), (99.97, "100 s"), (283.2, "283 s"), (12345.0, "12,345 s"), (0.0713, "71.3 ms"), (0.0004, "0.4 ms")],
+     (9.996, "10.0 s"), (99.97, "100 s"), (283.2, "283 s"), (12345.0, "12,345 s"),
+     (0.0713, "71.3 ms"), (0.0004, "0.4 ms")],
 )  # fmt: skip
 def test_durations_have_three_significant_digits(seconds: float | None, text: str) -> None:
     assert words.duration(seconds) == text

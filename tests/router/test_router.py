@@ -167,13 +167,18 @@ async def test_a_stream_that_breaks_ends_in_an_error_the_client_sees(deployment:
     engine = await deployment.engine("w0")
     engine.ending = "break"
     async with deployment.session.post(deployment.url + "/v1/completions", json={}) as response:
-        got = b""
+        got: list[bytes] = []
         with pytest.raises(aiohttp.ClientPayloadError):
-            async for part in response.content.iter_any():
-                got += part
-    events = got.decode().strip().split("\n\n")
+            await _read_into(got, response)
+    text = b"".join(got).decode()
+    events = text.strip().split("\n\n")
     assert json.loads(events[-1].removeprefix("data: "))["error"]["type"] == "upstream_error"
-    assert "[DONE]" not in got.decode()
+    assert "[DONE]" not in text
+
+
+async def _read_into(parts: list[bytes], response: aiohttp.ClientResponse) -> None:
+    async for part in response.content.iter_any():
+        parts.append(part)
 
 
 async def test_a_failed_request_is_sent_to_nobody_else(deployment: Deployment) -> None:

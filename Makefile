@@ -1,0 +1,47 @@
+# The one door. `make demo` is the main job, `make test` runs the tests; both set themselves up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT ?= out
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench lock clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make .venv and install everything from PyPI (the other targets do it by themselves)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "pdproof needs Python 3.11 or later; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV) (about a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## The main job: cold start against shadow recovery, one page in out/demo
+	$(BIN)/pdproof compare --out $(OUT)/demo
+
+test: $(READY) ## All tests that this machine can run
+	$(BIN)/python -m pytest
+
+check: $(READY) ## Lint, format, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## Mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure; results go to out/bench and are compared with the last
+	$(BIN)/python -m benchmarks --out $(OUT)/bench
+
+lock: $(READY) ## Renew constraints.txt from what is installed
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^pdproof' > constraints.txt
+
+clean: ## Remove everything that was made
+	rm -rf $(VENV) $(OUT) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
