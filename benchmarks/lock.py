@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import mmap
 import os
 import signal
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.figures import figure, show, write
 from reference_impl.failover.lock import FlockFailoverLock
 from reference_impl.realclock import now_ns
 
 GIB = 1 << 30
-MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; the module mmap has no names for them yet
+MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 22, 23, 25  # the module mmap has no names for them yet
 WAITING_LIMIT_NS = 10_000_000_000
 
 Memory = Callable[[int], mmap.mmap | None]
@@ -61,6 +59,18 @@ def shared_huge(memfd: int) -> mmap.mmap:
     return memory
 
 
+def shared_collapsed(_memfd: int) -> mmap.mmap:
+    """A memfd as the memory service's clients map it: huge pages, whatever the kernel's setting."""
+    memfd = os.memfd_create("lock-benchmark-huge", os.MFD_CLOEXEC)
+    os.ftruncate(memfd, GIB)
+    memory = mmap.mmap(memfd, GIB, flags=mmap.MAP_SHARED)
+    for page in range(0, GIB, 2 << 20):
+        memory[page] = 1
+    memory.madvise(MADV_COLLAPSE)
+    memory.madvise(MADV_POPULATE_WRITE)
+    return memory
+
+
 def private(_memfd: int) -> mmap.mmap:
     """Anonymous private memory in pages of 4 KiB."""
     memory = mmap.mmap(-1, GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -82,6 +92,7 @@ CASES: dict[str, Memory] = {
     "kill_to_lock_won.memfd_1gib": shared,
     "kill_to_lock_won.memfd_1gib_read_only": shared_read_only,
     "kill_to_lock_won.memfd_1gib_huge_advised": shared_huge,
+    "kill_to_lock_won.memfd_1gib_huge_collapsed": shared_collapsed,
     "kill_to_lock_won.private_1gib": private,
     "kill_to_lock_won.private_1gib_huge": private_huge,
 }
@@ -147,37 +158,23 @@ def once(path: Path, memory: Memory, memfd: int) -> float:
         os.close(told)
 
 
-def figures(values: list[float]) -> dict[str, float | int | str]:
-    """Return median, spread and p99 (nearest rank) of `values` in ms."""
-    ranked = sorted(values)
-    return {
-        "unit": "ms",
-        "median": round(statistics.median(ranked), 3),
-        "min": round(ranked[0], 3),
-        "max": round(ranked[-1], 3),
-        "p99": round(ranked[math.ceil(0.99 * len(ranked)) - 1], 3),
-        "n": len(ranked),
-    }
-
-
 def main() -> None:
     """Measure every case and write the results."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, help="where to write the figures as JSON")
     options.add_argument("--quick", action="store_true", help="5 repeats a case instead of 25")
     given = options.parse_args()
-    results = {}
+    repeats = 5 if given.quick else 25
     memfd = os.memfd_create("lock-benchmark", os.MFD_CLOEXEC)
     os.ftruncate(memfd, GIB)
-    print(f"{'SIGKILL to lock won, ms':44} {'median':>8} {'min':>8} {'max':>8} {'p99':>8} {'n':>4}")
     with tempfile.TemporaryDirectory() as folder:
-        for name, memory in CASES.items():
-            path = Path(folder) / f"{name}.lock"
-            found = figures([once(path, memory, memfd) for _ in range(5 if given.quick else 25)])
-            results[name] = found
-            print(f"{name:44} " + " ".join(f"{found[key]:8}" for key in ("median", "min", "max", "p99")), found["n"])
+        found = {
+            name: figure("ms", [once(Path(folder) / f"{name}.lock", memory, memfd) for _ in range(repeats)])
+            for name, memory in CASES.items()
+        }
+    show(found)
     if given.out:
-        given.out.write_text(json.dumps(results, indent=2) + "\n")
+        write(given.out, found)
 
 
 if __name__ == "__main__":

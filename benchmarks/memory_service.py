@@ -9,10 +9,8 @@ Targets: admission p99 under 50 ms; no descriptor and no page gained; a second e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.figures import Figures, figure, show, write
 from reference_impl.memory_service.client import MemoryClient, service_figures
 from reference_impl.realclock import now_ns
 from reference_impl.rules.sessions import Mode, Tag
@@ -211,36 +210,22 @@ def _read(engine: subprocess.Popen[str]) -> None:
     assert int(engine.stdout.readline()) > 0
 
 
-def figures(unit: str, values: list[float]) -> dict[str, str | float | int]:
-    """Return the figures of one measure. With few values the p99 is the largest."""
-    ordered = sorted(values)
-    p99 = ordered[min(len(ordered) - 1, -(-99 * len(ordered) // 100) - 1)]
-    return {
-        "unit": unit,
-        "median": statistics.median(ordered),
-        "min": ordered[0],
-        "max": ordered[-1],
-        "p99": p99,
-        "n": len(ordered),
-    }
-
-
-def measure(quick: bool) -> dict[str, dict[str, str | float | int]]:
+def measure(quick: bool) -> Figures:
     """Measure everything."""
     repeats, count, size = (3, 200, GIB // 16) if quick else (25, ALLOCATIONS, GIB)
     admitted, allocated = room_again(3 if quick else 10)
     taken, descriptors, pages = cycles(count)
     added, took = second_engine(1 if quick else 5, size)
     return {
-        "admission_after_death_with_10000_allocations": figures("ms", admission(repeats, "unmapped")),
-        "admission_after_death_with_10000_mapped_allocations": figures("ms", admission(repeats, "mapped")),
-        "admission_after_death_with_1GiB_resident": figures("ms", admitted),
-        "same_1GiB_allocated_again_after_death": figures("ms", allocated),
-        "attach_export_detach_cycle": figures("ms", taken),
-        "descriptors_gained_by_cycles": figures("descriptors", descriptors),
-        "pages_gained_by_cycles": figures("pages", pages),
-        "second_engine_added_pss": figures("%", added),
-        "second_engine_attach_and_read_all": figures("ms", took),
+        "admission_after_death_with_10000_allocations": figure("ms", admission(repeats, "unmapped")),
+        "admission_after_death_with_10000_mapped_allocations": figure("ms", admission(repeats, "mapped")),
+        "admission_after_death_with_1GiB_resident": figure("ms", admitted),
+        "same_1GiB_allocated_again_after_death": figure("ms", allocated),
+        "attach_export_detach_cycle": figure("ms", taken),
+        "descriptors_gained_by_cycles": figure("descriptors", descriptors),
+        "pages_gained_by_cycles": figure("pages", pages),
+        "second_engine_added_pss": figure("%", added),
+        "second_engine_attach_and_read_all": figure("ms", took),
     }
 
 
@@ -251,11 +236,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few repeats, to see that it runs")
     options = parser.parse_args()
     found = measure(options.quick)
-    print(f"{'':54}{'median':>10}{'min':>10}{'max':>10}{'p99':>10}{'n':>8}  unit")
-    for name, row in found.items():
-        numbers = "".join(f"{row[key]:>10.3f}" for key in ("median", "min", "max", "p99"))
-        print(f"{name:54}{numbers}{row['n']:>8}  {row['unit']}")
-    options.out.write_text(json.dumps(found, indent=2) + "\n")
+    show(found)
+    write(options.out, found)
     return 0
 
 

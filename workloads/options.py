@@ -190,6 +190,19 @@ def add_options(parser: Any) -> None:
     add("api", choices=[str(a) for a in Api], metavar=None, help="completions or chat")
     add("prompt_format", choices=[str(f) for f in PromptFormat], metavar=None, help="default: ids, for chat text")
     add("strict_openai", action="store_true", help="leave out ignore_eos and return_token_ids, which only vLLM knows")
+    group.add_argument("--help-load", action=_LoadHelp, nargs=0, default=argparse.SUPPRESS, help="show these options")
+
+
+class _LoadHelp(argparse.Action):
+    """Prints the load's own options: locust answers --help before it has read the locustfile, so without them."""
+
+    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
+        own = argparse.ArgumentParser(
+            prog="locust", usage="locust -f workloads/pd.py [--host URL] [--headless] [options]", add_help=False
+        )
+        add_options(own)
+        own.print_help()
+        parser.exit()
 
 
 def shard_path(rows: str, worker: int, workers: int) -> Path:

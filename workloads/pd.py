@@ -1,7 +1,8 @@
 """The locustfile: `locust -f workloads/pd.py [--host URL] [--headless]`.
 
 Without a host it starts the embedded reference deployment. Locust gives the command line, the web page, `--processes`
-and its live statistics; the load itself is ours (`workloads/load.py`), and so are all figures that count.
+and its live statistics; the load itself is ours (`workloads/load.py`), and so are all figures that count. Its options:
+`locust -f workloads/pd.py --help-load`.
 
 Exit codes: 0 all good, 1 a request failed (locust's --exit-code-on-error), 2 wrong usage, 4 a worker was lost, 6 the
 embedded deployment did not start, 7 the host does not answer or the rows cannot be written.
@@ -10,6 +11,7 @@ embedded deployment did not start, 7 the host does not answer or the rows cannot
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from typing import Any, Final, NoReturn
 
@@ -21,6 +23,7 @@ from workloads import embedded
 from workloads.options import add_options, shard_path
 from workloads.session import USAGE, Alone, CannotStart, Master, Worker, checked_options, probe
 
+logger = logging.getLogger("pdproof")
 NO_DEPLOYMENT: Final = 6
 
 
@@ -56,6 +59,8 @@ def on_init(environment: Any, runner: Any, **_: Any) -> None:
 
 def _before_start(environment: Any, runner: Any) -> None:
     given = environment.parsed_options
+    if given.num_users or given.spawn_rate:
+        logger.warning("-u and -r are ignored: the schedule says when a request starts (--rate-per-s, --trace)")
     options = checked_options(environment)
     if options.rows and isinstance(runner, MasterRunner):
         taken = [shard_path(options.rows, n, given.expect_workers) for n in range(given.expect_workers)]

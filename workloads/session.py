@@ -184,9 +184,7 @@ class Alone(Process):
             gevent.spawn(end_run, self._environment)
 
     def _cannot(self, line: str, code: int) -> None:
-        logger.error(line)
-        self._environment.process_exit_code = code
-        gevent.spawn(end_run, self._environment)
+        refuse(self._environment, line, code)
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -248,9 +246,7 @@ class Master:
             if self._shards != self._runner.worker_index_max:
                 raise CannotStart("a worker was lost before the start, and its shard with it; start again", LOST_WORKER)
         except CannotStart as error:
-            logger.error(str(error))
-            self._environment.process_exit_code = error.code
-            gevent.spawn(end_run, self._environment)
+            refuse(self._environment, str(error), error.code)
             return
         given = self._environment.parsed_options
         given.pdproof_origin_ns = options.start_at_ns or now_ns() + round((1 + START_AHEAD_S) * 1e9)
@@ -309,6 +305,14 @@ def conclude(environment: Any, parts: list[Ended]) -> None:
         environment.process_exit_code = environment.parsed_options.exit_code_on_error
     sys.stdout.write(summary(rows))
     sys.stdout.flush()
+
+
+def refuse(environment: Any, line: str, code: int) -> None:
+    """Say why no load starts, and end the run. At the web page the next start may be good, so only the line is left."""
+    logger.error(line)
+    if environment.parsed_options.headless:
+        environment.process_exit_code = code
+    gevent.spawn(end_run, environment)
 
 
 def end_run(environment: Any) -> None:

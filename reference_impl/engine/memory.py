@@ -47,6 +47,10 @@ class EngineMemory(Protocol):
         """Have the KV pool mapped."""
         ...
 
+    def settle(self) -> None:
+        """Make resident what is mapped but was not touched yet; runs while the engine serves already."""
+        ...
+
     @property
     def weights(self) -> Words:
         """The weights' words."""
@@ -86,6 +90,9 @@ class PrivateMemory:
 
     def wake_kv(self, epoch: int) -> None:
         """Do nothing: it is mapped."""
+
+    def settle(self) -> None:
+        """Do nothing: all pages are resident."""
 
     @property
     def weights(self) -> Words:
@@ -182,6 +189,11 @@ class SharedMemory:
         self._kv = self._kv_client.region()
         self._kv.map()
         self.kv_bytes_mapped = self._kv_bytes
+
+    def settle(self) -> None:
+        """Make the KV pool's pages, huge ones where there are any: off the critical path, and quick to free one day."""
+        if self._kv is not None:
+            self._kv.populate()
 
     @property
     def weights(self) -> Words:

@@ -97,6 +97,7 @@ class EngineProcess:
             self._life.die(str(error))
             self._say(EventKind.WAKE_FAILED, reason=str(error))
             raise
+        self._spawn(asyncio.to_thread(self._memory.settle))
         await self._registration.wait_closed()
         raise WakeFailed("the router closed the registration: this engine must not serve any longer")
 

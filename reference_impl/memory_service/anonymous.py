@@ -29,10 +29,10 @@ class AnonymousBackend(HostBackend):
         try:
             libc.mmap(address, memory.size_bytes, protection, flags)
             libc.advise_huge(address, memory.size_bytes)
-            if populate:
-                libc.populate(address, memory.size_bytes, write=write)
         except OSError as error:
             raise BackendError(f"mapping {memory.size_bytes} private bytes failed: {error.strerror}") from error
+        if populate:
+            self.populate(address, memory, access)
 
     def release(self, held: Memory | Reservation) -> None:
         """Give addresses back; the pages go with them."""

@@ -1,4 +1,4 @@
-"""The seam between the memory service and the device: seven operations, of which each side uses its own.
+"""The seam between the memory service and the device: eight operations, of which each side uses its own.
 
 The service creates, exports and releases; it never imports, reserves or maps, so it holds no device context and is out
 of the path of every access (KVC-MEM-003). A client imports, reserves, maps, unmaps and releases.
@@ -12,6 +12,7 @@ How the operations fit a device:
 | import_ | keeps the descriptor | cuMemImportFromShareableHandle |
 | reserve | mmap PROT_NONE, NORESERVE | cuMemAddressReserve |
 | map | mmap MAP_FIXED | cuMemMap, then cuMemSetAccess |
+| populate | madvise COLLAPSE, POPULATE | nothing: cuMemCreate made the pages |
 | unmap | PROT_NONE over it | cuMemUnmap |
 | release | close, munmap | cuMemRelease, cuMemAddressFree |
 """
@@ -78,6 +79,10 @@ class Backend(Protocol):
 
     def map(self, address: int, memory: Memory, access: Access, *, populate: bool = False) -> None:
         """Map memory at an address inside a reservation, over whatever is there. `populate` makes its pages now."""
+        ...
+
+    def populate(self, address: int, memory: Memory, access: Access) -> None:
+        """Make the pages of mapped memory now; what is there stays. For memory that has them from its creation: nothing."""
         ...
 
     def unmap(self, address: int, size_bytes: int) -> None:

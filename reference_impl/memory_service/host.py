@@ -112,10 +112,16 @@ class HostBackend:
         with _typed(f"mapping {memory.size_bytes} bytes for {access.value} at {address:#x}"):
             libc.mmap(address, memory.size_bytes, protection, libc.MAP_SHARED | libc.MAP_FIXED, memory.handle)
             libc.advise_huge(address, memory.size_bytes)
-            if populate:
-                if write:
-                    libc.collapse(address, memory.size_bytes)
-                libc.populate(address, memory.size_bytes, write=write)
+        if populate:
+            self.populate(address, memory, access)
+
+    def populate(self, address: int, memory: Memory, access: Access) -> None:
+        """Make the pages, a writer's as huge pages. Other threads may use the memory meanwhile."""
+        write = access is Access.WRITE
+        with _typed(f"populating {memory.size_bytes} bytes at {address:#x}"):
+            if write:
+                libc.collapse(address, memory.size_bytes)
+            libc.populate(address, memory.size_bytes, write=write)
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """Put inaccessible addresses over the memory, in one step: nothing else can slip into the gap."""

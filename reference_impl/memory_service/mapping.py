@@ -122,6 +122,16 @@ class MappedRegion:
         for part in self._parts.values():
             self._backend.map(self._at(part), part.memory, self._access, populate=populate)
 
+    def populate(self) -> None:
+        """Make the pages of a mapped region now, as `map(populate=True)` does; other threads may use it meanwhile.
+
+        Raises `NotMapped`, `BackendError`.
+        """
+        if not self.mapped:
+            raise NotMapped("nothing is mapped; call map() first")
+        for part in self._parts.values():
+            self._backend.populate(self._at(part), part.memory, self._access)
+
     def unmap(self) -> None:
         """Take the memory away from this process; the addresses stay reserved. Harmless if not mapped."""
         self._must_be_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import stat
@@ -131,6 +132,44 @@ def test_run_time_ends_the_arrivals_and_the_drain_ends_the_rest(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     outcomes = [row.outcome for row in rows_of(rows).values()]
     assert set(outcomes) == {Outcome.OK, Outcome.UNKNOWN}
+
+
+def test_a_server_that_dies_is_told_of_every_request(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    with contextlib.ExitStack() as server_runs:
+        server = server_runs.enter_context(golden(tmp_path))
+        options = ("--rate-per-s", 20, "--arrivals", "constant", "--requests", 20, "--rows", rows)
+        with running_load("--host", server.url, *options, *SMALL) as client:
+            wait_for_lines(server.arrived, 5)
+            server_runs.close()
+            _, err = client.communicate(timeout=RUN_S)
+    found = rows_of(rows)
+    assert client.returncode == 1
+    assert "Traceback" not in err
+    assert len(found) == 20
+    broken = [row for row in found.values() if row.sent_ns and row.outcome is Outcome.FAIL]
+    unsent = [row for row in found.values() if not row.sent_ns]
+    assert broken
+    assert any(row.chunks for row in broken)
+    assert unsent
+    assert all("could not be sent" in row.error for row in unsent)
+
+
+def test_rows_that_its_own_lateness_spoilt_say_so(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    with golden(tmp_path) as server:
+        options = ("--host", server.url, "--rows", rows, "--rate-per-s", 20, "--requests", 1)
+        with running_load(*options, *SMALL) as client:
+            wait_for_lines(server.arrived, 1)
+            client.send_signal(signal.SIGSTOP)
+            wait_for_lines(server.truth, 1)  # the whole answer waits in the client's socket
+            client.send_signal(signal.SIGCONT)
+            client.communicate(timeout=RUN_S)
+        truths = server.truths()
+    [row] = rows_of(rows).values()
+    assert row.outcome is Outcome.OK
+    assert row.spoilt.startswith("loop lag ")
+    assert max(errors({row.request_id: row}, truths).chunks) > 100
 
 
 def test_processes_share_one_schedule(tmp_path: Path) -> None:

@@ -74,6 +74,16 @@ def test_what_the_web_form_sends_is_checked_as_well() -> None:
         from_namespace(form)
 
 
+def test_the_help_of_the_load_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("--help-load")
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    for name in LoadOptions.__struct_fields__:
+        assert f"--{name.replace('_', '-')} " in text.replace("\n", " ")
+    assert "-u and -r are ignored" in text
+
+
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("{}\n")
