@@ -23,7 +23,7 @@ WEIGHTS = Weights(7, 2**17)
 def core() -> EngineCore:
     profile = load_profile("default")
     kv = np.zeros((profile.kv_blocks, BLOCK_WORDS), np.uint64)
-    return EngineCore(profile, kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words))
+    return EngineCore(profile).bind(kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words))
 
 
 def test_digests_of_a_prompt_of_32k(benchmark: Any) -> None:

@@ -1,20 +1,23 @@
 """The client's own lateness: when its event loop stood still, and which rows that spoilt. Pure.
 
-A loop that stands still stamps everything late that arrives meanwhile. Means hide it; so each row whose life overlaps
-such a stand says so, with the figure.
+A loop that stands still stamps everything late that arrives meanwhile. Means hide it; so each row that has a number
+made from such a stamp says so, with the figure. What a stand did to chunks in the middle of a long answer touches none
+of a row's numbers: they are made from when it was sent and when its first and its last chunk came.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from workloads.rows import NS_PER_MS
 
 TICK_S: Final = 0.005
 """How often the loop is asked for its time: 200 times a second cost about 0.3 % of a core."""
+TICK_NS: Final = round(TICK_S * 1e9)
 LOOP_LAG_LIMIT_MS: Final = 10.0
-"""A loop this late spoils the rows that it overlaps. The bar for a TTFT is 1 ms; timers and the kernel's scheduler
+"""A loop this late spoils the stamps that it made late. The bar for a TTFT is 1 ms; timers and the kernel's scheduler
 stay well under 10 ms on a machine that is fit to measure on."""
 SCHEDULE_LAG_LIMIT_MS: Final = 10.0
 """A request that starts this late is no longer the request of the schedule."""
@@ -51,6 +54,13 @@ class LagLog:
             if due_ns <= end_ns:
                 worst_ns = max(worst_ns, came_ns - due_ns)
         return worst_ns / NS_PER_MS
+
+    def worst_at_ms(self, stamps_ns: Iterable[int]) -> float:
+        """Return the longest stand above the limit that made one of these stamps late; 0 if none did.
+
+        A stamp counts that fell into a stand, or came within a tick behind it: what had waited is worked off then.
+        """
+        return max((self.worst_ms(stamp_ns - TICK_NS, stamp_ns) for stamp_ns in stamps_ns if stamp_ns), default=0.0)
 
 
 def spoilt(schedule_lag_ms: float, loop_lag_ms: float) -> str:

@@ -147,6 +147,8 @@ class Load:
 
     def _row(self, request_id: str, item: Planned, intended_ns: int, request: StreamedRequest) -> None:
         seen, answer = request.seen, request.answer
+        chunks = answer.chunks
+        stamps = [seen.sent_ns, *(chunk.t_ns for chunk in (chunks[:1] + chunks[-1:]))]
         schedule_lag_ms = (seen.send_began_ns - intended_ns) / NS_PER_MS
         record = RequestRecord(
             request_id=request_id,
@@ -157,14 +159,14 @@ class Load:
             send_began_ns=seen.send_began_ns,
             first_byte_ns=seen.first_byte_ns,
             end_ns=seen.end_ns,
-            chunks=answer.chunks,
+            chunks=chunks,
             output_ids=answer.output_ids,
             outcome=seen.outcome,
             http_status=seen.http_status,
             error=seen.error,
             node_d=seen.node_d,
             node_p=seen.node_p,
-            spoilt=spoilt(schedule_lag_ms, self._lags.worst_ms(intended_ns, seen.end_ns)),
+            spoilt=spoilt(schedule_lag_ms, self._lags.worst_at_ms(stamps)),
         )
         row = figures(record, seen.stopped)
         self.rows.append(row)

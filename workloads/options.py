@@ -176,7 +176,7 @@ def add_options(parser: Any) -> None:
         # A group's arguments lack what locust's own `add_argument` sets; without it the web form leaves them out.
         action.include_in_web_ui, action.is_secret, action.is_required, action.is_multiple = True, False, False, False
 
-    add("rate_per_s")
+    add("rate_per_s", metavar="RATE")
     add("arrivals", choices=[str(a) for a in Arrivals], metavar=None, help="law of the gaps between starts")
     for name in ("input_tokens", "output_tokens", "seed", "requests", "duration_s"):
         add(name)

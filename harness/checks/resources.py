@@ -12,6 +12,8 @@ from reference_impl.rules.events import EventKind
 
 DESCRIPTORS_SPARE: Final = 4
 """A service may have this many more open at the end: connections that are just coming and going."""
+MEMORY_SERVICE: Final = "-gms"
+"""How the names of memory services end."""
 WEIGHTS_SHARE_MAX: Final = 1.05
 KV_SHARE_MAX: Final = 1.05
 
@@ -64,8 +66,14 @@ def _window(run: RunFolder, phase: str) -> pd.DataFrame:
 
 
 def _gained_descriptors(first: pd.DataFrame, last: pd.DataFrame) -> dict[str, int]:
-    """Of processes that lived through the run: memory services and whatever engine was never killed."""
-    before, after = (w[w.name == "open_descriptors"].groupby("node").value for w in (first, last))
+    """Of the memory services: they live through the run, and each descriptor of theirs is memory or a session.
+
+    An engine's are mostly connections, as many as its traffic of the last seconds had kept open.
+    """
+    before, after = (
+        w[(w.name == "open_descriptors") & w.node.str.endswith(MEMORY_SERVICE)].groupby("node").value
+        for w in (first, last)
+    )
     gained = (after.min() - before.max()).dropna()
     return {str(node): int(more) for node, more in gained.items()}
 

@@ -80,18 +80,16 @@ class Totals(msgspec.Struct):
 
 
 class EngineCore:
-    """Runs sequences over `kv` (words, shape [blocks, 512]) and `weights` (words, one axis)."""
+    """Runs sequences over the memory that `bind` gives it. Made before the memory is there: that takes milliseconds."""
 
-    def __init__(self, profile: Profile, kv: Words, weights: Words) -> None:
-        if kv.shape != (profile.kv_blocks, BLOCK_WORDS):
-            raise ValueError(f"kv must have shape {(profile.kv_blocks, BLOCK_WORDS)}, got {kv.shape}")
+    def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.pool = BlockPool(profile.kv_blocks)
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self._kv = kv
-        self._weights = weights
+        self._kv = np.empty((0, BLOCK_WORDS), np.uint64)
+        self._weights = np.empty(0, np.uint64)
         rows = profile.requests_max
         self._rows = list(range(rows - 1, -1, -1))
         self._table = np.zeros((rows, -(-profile.context_tokens_max // BLOCK_TOKENS)), np.int64)
@@ -99,6 +97,13 @@ class EngineCore:
         self._order = np.zeros(rows, np.int64)
         self._last_seed = np.zeros(rows, np.uint64)
         self._last_token = np.zeros(rows, np.int64)
+
+    def bind(self, kv: Words, weights: Words) -> EngineCore:
+        """Use this memory from now on, and return self: `kv` of shape [blocks, 512], `weights` with one axis."""
+        if kv.shape != (self.profile.kv_blocks, BLOCK_WORDS):
+            raise ValueError(f"kv must have shape {(self.profile.kv_blocks, BLOCK_WORDS)}, got {kv.shape}")
+        self._kv, self._weights = kv, weights
+        return self
 
     @property
     def has_work(self) -> bool:

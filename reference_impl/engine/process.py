@@ -115,6 +115,7 @@ class EngineProcess:
         with self._phase("warm up"):
             await asyncio.to_thread(warm_up, config.profile, self._memory)
             self._canary = Canary(self._weights)
+            self._core = EngineCore(config.profile)
         with self._phase("listen and connect"):
             _, port = await self._server.listen(config.host, config.port)
             self._url = f"http://{config.host}:{port}"
@@ -156,15 +157,14 @@ class EngineProcess:
             with self._phase("wake the model", emulated=True, promotion=True):
                 await asyncio.sleep(self._config.profile.promotion_s)
         with self._phase("canary", promotion=True):
-            core = EngineCore(self._config.profile, self._memory.kv, self._memory.weights)
-            loop = StepLoop(core)
+            loop = StepLoop(self._core.bind(self._memory.kv, self._memory.weights))
             self._spawn(loop.run())
             right = await self._canary.ask(loop)
         self._say(EventKind.CANARY_ANSWERED, ok=right)
         if not right:
             raise WakeFailed("the canary's answer is wrong: weights or KV are not what they should be")
         self._life.activate(WakeFacts(weights_mapped=True, kv_mapped=True, canary_answered=right))
-        self._server.loop, self._metrics.core = loop, core
+        self._server.loop, self._metrics.core = loop, self._core
         self._publish_memory()
         self._say(EventKind.ENGINE_AWAKE, epoch=epoch)
         with self._phase("register", promotion=True):
@@ -219,7 +219,7 @@ def warm_up(profile: Profile, memory: EngineMemory) -> None:
     """Run real steps over a scratch pool, so that the first user's request meets no cold code."""
     blocks = min(profile.kv_blocks, 3 * profile.chunk_tokens // 16)
     scratch = msgspec.structs.replace(profile, kv_blocks=blocks)
-    core = EngineCore(scratch, np.zeros((blocks, BLOCK_WORDS), np.uint64), memory.weights)
+    core = EngineCore(scratch).bind(np.zeros((blocks, BLOCK_WORDS), np.uint64), memory.weights)
     prompt = np.arange(min(profile.chunk_tokens * 2, profile.context_tokens_max // 2), dtype=np.int64) % 4096
     core.add(Sequence("warm-up long", prompt, 32))
     for length in range(1, 33):

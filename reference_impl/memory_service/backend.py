@@ -82,7 +82,7 @@ class Backend(Protocol):
         ...
 
     def populate(self, address: int, memory: Memory, access: Access) -> None:
-        """Make the pages of mapped memory now; what is there stays. For memory that has them from its creation: nothing."""
+        """Make the pages of mapped memory now; what is there stays. Nothing, if it has them since `create`."""
         ...
 
     def unmap(self, address: int, size_bytes: int) -> None:

@@ -21,7 +21,7 @@ PROFILE = Profile(
 
 def make_core(profile: Profile = PROFILE) -> tuple[EngineCore, Words]:
     kv = np.zeros((profile.kv_blocks, BLOCK_WORDS), np.uint64)
-    return EngineCore(profile, kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words)), kv
+    return EngineCore(profile).bind(kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words)), kv
 
 
 def prompt(length: int, seed: int = 1) -> Ints:

@@ -35,7 +35,7 @@ class Running:
             requests_max=8, context_tokens_max=1024, kv_blocks=256, weights_mib=1,
         )  # fmt: skip
         kv = np.zeros((profile.kv_blocks, BLOCK_WORDS), np.uint64)
-        self.core = EngineCore(profile, kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words))
+        self.core = EngineCore(profile).bind(kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words))
         self.metrics = EngineMetrics("m", "e1")
         self.metrics.state = EngineState.ACTIVE
         self.metrics.core = self.core

@@ -26,6 +26,17 @@ def test_only_a_stand_that_overlaps_a_row_counts() -> None:
     assert lags.worst_ms(201 * MS, 300 * MS) == 0
 
 
+def test_only_a_stand_that_made_a_stamp_late_counts() -> None:
+    lags = log((100, 101), (145, 200), (205, 205))
+    lags.expect(1_000_000 * MS)
+    assert lags.worst_at_ms([90 * MS, 140 * MS, 300 * MS]) == 0  # it stood between the stamps
+    assert lags.worst_at_ms([90 * MS, 170 * MS]) == 55  # in the middle of it
+    assert lags.worst_at_ms([203 * MS]) == 55  # worked off just behind it
+    assert lags.worst_at_ms([210 * MS]) == 0
+    assert lags.worst_at_ms([0, 0]) == 0  # moments that never were
+    assert lags.worst_at_ms([]) == 0
+
+
 def test_a_tick_that_is_overdue_counts_before_it_comes() -> None:
     lags = log((5, 5))
     lags.expect(10 * MS)
