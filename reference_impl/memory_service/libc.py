@@ -59,11 +59,14 @@ def collapse(address: int, size_bytes: int) -> bool:
 
     Works whatever the kernel's settings for huge pages of shared memory (`deny` apart), since Linux 6.1. The kernel
     wants something to be there to collapse, so that one byte of each huge page is read first. What is there stays.
+    One call a huge page: the kernel finishes a call before it lets a killed process die, and a GiB may take it seconds.
     """
     whole = size_bytes - size_bytes % HUGE_PAGE_BYTES
+    made = 0
     for offset in range(0, whole, HUGE_PAGE_BYTES):
         ctypes.c_ubyte.from_address(address + offset).value  # noqa: B018 - the access is what counts
-    return whole > 0 and bool(_libc.madvise(address, whole, MADV_COLLAPSE) == 0)
+        made += _libc.madvise(address + offset, HUGE_PAGE_BYTES, MADV_COLLAPSE) == 0
+    return whole > 0 and made * HUGE_PAGE_BYTES == whole
 
 
 def populate(address: int, size_bytes: int, *, write: bool) -> None:
