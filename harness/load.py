@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,7 @@ from harness.run_folder import RunWriter
 from harness.scenario import Load
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import s_to_ns
+from workloads.rows import PARENT_VARIABLE
 
 LEAD_S: Final = 3.0
 """Between the child's start and the first scheduled moment: locust takes about two seconds to import."""
@@ -57,6 +59,7 @@ class LocustLoad:
             self._child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "locust", *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
             )  # fmt: skip
         return origin_ns
 

@@ -28,7 +28,6 @@ from reference_impl.engine.weights_file import WeightsError, ensure_weights
 from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.worker import WorkerConfig, WorkerStatus, read_status, status_path
 from reference_impl.oracle import Weights
-from reference_impl.processes import die_with_parent
 from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
 
@@ -242,6 +241,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    if arguments.end_with_stdin:
+        _stop_at_end_of_input(stop)
     run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
     deployment: Deployment | None = None
     work: set[asyncio.Task[object]] = set()
@@ -287,6 +288,19 @@ async def _serve(arguments: argparse.Namespace) -> int:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
+def _stop_at_end_of_input(stop: asyncio.Event) -> None:
+    """Set `stop` when standard input ends: its other side is held by whoever started us, and ends with it."""
+    loop = asyncio.get_running_loop()
+    descriptor = sys.stdin.fileno()
+
+    def look() -> None:
+        if not os.read(descriptor, 4096):
+            loop.remove_reader(descriptor)
+            stop.set()
+
+    loop.add_reader(descriptor, look)
+
+
 def _folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -310,7 +324,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--probe-silent-s", type=float, default=ProbeLimits().silent_s,
                         help="kill an engine that is silent for this long")  # fmt: skip
     parser.add_argument("--announce", action="store_true", help="print one JSON line when everything serves")
-    parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does")
     return parser
 
 
@@ -322,8 +336,6 @@ def main() -> None:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
     if not arguments.time_scale > 0:
         parser.error(f"--time-scale must be above 0, got {arguments.time_scale}")
-    if arguments.parent_pid:
-        die_with_parent(arguments.parent_pid)
     try:
         sys.exit(asyncio.run(_serve(arguments)))
     except DeploymentError as error:

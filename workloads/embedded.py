@@ -15,7 +15,9 @@ from reference_impl.realclock import now_ns
 START_DEADLINE_S: Final = 60.0
 STOP_DEADLINE_S: Final = 10.0
 ANNOUNCEMENT_BYTES_MAX: Final = 65536
-COMMAND: Final = [sys.executable, "-m", "reference_impl.deployment", "--workers", "2", "--shadow", "--announce"]
+COMMAND: Final = [
+    sys.executable, "-m", "reference_impl.deployment", "--workers", "2", "--shadow", "--announce", "--end-with-stdin",
+]  # fmt: skip
 
 
 class EmbeddedFailed(RuntimeError):

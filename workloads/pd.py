@@ -11,6 +11,7 @@ embedded deployment did not start, 7 the host does not answer or the rows cannot
 from __future__ import annotations
 
 import atexit
+import os
 import logging
 import sys
 from typing import Any, Final, NoReturn
@@ -19,8 +20,10 @@ import gevent.event
 from locust import FastHttpUser, events, task
 from locust.runners import MasterRunner, WorkerRunner
 
+from reference_impl.processes import die_with_parent
 from workloads import embedded
 from workloads.options import add_options, shard_path
+from workloads.rows import PARENT_VARIABLE
 from workloads.session import USAGE, Alone, CannotStart, Master, Worker, checked_options, probe
 
 logger = logging.getLogger("pdproof")
@@ -44,6 +47,8 @@ events.init_command_line_parser.add_listener(add_options)
 @events.init.add_listener
 def on_init(environment: Any, runner: Any, **_: Any) -> None:
     """Check what can be checked before the start, and take this process's part."""
+    if parent := os.environ.pop(PARENT_VARIABLE, ""):
+        die_with_parent(int(parent))
     if isinstance(runner, WorkerRunner):
         session: Any = Worker(environment)
     else:

@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 
 NS_PER_MS = 1e6
+PARENT_VARIABLE = "PDPROOF_PARENT_PID"
+"""Environment variable: the process whose death ends the client."""
 
 
 class Outcome(enum.StrEnum):

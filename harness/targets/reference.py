@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ class ReferenceTarget:
         self._arguments = [
             "--workers", str(workers), "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
             "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
-            "--parent-pid", str(os.getpid()),
+            "--end-with-stdin",
         ]  # fmt: skip
         self._child: asyncio.subprocess.Process | None = None
         self._announcement: Announcement | None = None
@@ -39,7 +38,7 @@ class ReferenceTarget:
         """Bring the deployment up. Raises StartFailed with the deployment's own last word."""
         self._child = child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "reference_impl.deployment", *self._arguments,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         if child.stdout is None or child.stderr is None:

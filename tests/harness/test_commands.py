@@ -91,6 +91,22 @@ def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_
     assert "broken off" in checked.stdout
 
 
+def test_a_harness_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "quick.toml").write_text(QUICK)
+    command = [PDPROOF, "run", "quick.toml", "--profile", "tiny", "--out", "run"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as child:
+        assert child.stderr is not None
+        for line in child.stderr:
+            if "baseline" in line:
+                break
+        below = psutil.Process(child.pid).children(recursive=True)
+        child.kill()
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), 20, "all have ended")
+    until(lambda: not list(tmp_path.glob("pdproof-*")), 5, "the deployment's own folder is gone")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
