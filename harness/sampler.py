@@ -27,7 +27,7 @@ _OWN_MEMORY: Final = {
 
 
 class Sampler:
-    """Writes gauges of `target` into `writer`, one row a value.
+    """Writes gauges of `target` into `writer`, one row a value; all rows of one round have one stamp.
 
     `memory_weights_bytes`, `memory_kv_bytes` (node: the device): physical memory, as the kernel counts the memory
     service's memfds; of an engine with memory of its own, what it says it has mapped. `engine_pss_bytes`,
@@ -37,6 +37,7 @@ class Sampler:
     def __init__(self, target: ReferenceTarget, writer: RunWriter) -> None:
         self._target = target
         self._writer = writer
+        self._round_ns = 0
 
     async def run(self) -> None:
         """Scrape until cancelled."""
@@ -48,6 +49,7 @@ class Sampler:
 
     async def sample(self, session: aiohttp.ClientSession) -> None:
         """Scrape once. A process that dies meanwhile has no value."""
+        self._round_ns = now_ns()
         devices: Counter[tuple[str, str]] = Counter()
         processes = self._target.processes()
         for worker, process in processes:
@@ -88,7 +90,7 @@ class Sampler:
             devices[worker, gauge] = devices[worker, gauge] or value
 
     def _say(self, node: str, name: str, value: float) -> None:
-        self._writer.metric(now_ns(), node, name, value)
+        self._writer.metric(self._round_ns, node, name, value)
 
 
 def count_descriptors(pid: int) -> int:

@@ -45,9 +45,10 @@ class DecodeRate(msgspec.Struct, frozen=True):
 
 
 class OverLimit(msgspec.Struct, frozen=True):
-    """Of `n` requests after the first fault, `over` broke the limit or failed before they could keep it.
+    """Of `n` requests after the first fault, `over` were slower than the limit.
 
-    `undetermined` were still running, and not yet over it, when the load was stopped.
+    `undetermined` have no figure to hold against it: they failed (and are counted as failed), or were cut off when the
+    load was stopped, before they were over it.
     """
 
     limit: float
@@ -181,20 +182,20 @@ def _inverse(gap_ms: float | None) -> float | None:
 
 
 def _ttft_over(run: RunFolder) -> OverLimit:
-    """A request without a first token is over the limit if it failed, or had waited longer than the limit already."""
+    """A request without a first token is over the limit if it had waited longer than the limit already."""
     limit_s = TTFT_LIMIT_S / run.manifest.time_scale
     rows = by_first_token(run).after
     waited_ms = rows.ttft_ms.fillna((rows.end_ns - rows.sent_ns) / 1e6)
-    late = (waited_ms > limit_s * 1000) | (rows.ttft_ms.isna() & (rows.outcome == "fail"))
+    late = waited_ms > limit_s * 1000
     open_ = rows.ttft_ms.isna() & ~late
     return OverLimit(limit_s, int(late.sum()), int(open_.sum()), len(rows))
 
 
 def _decode_under(run: RunFolder) -> OverLimit:
-    """A request that failed has no decode rate and counts as under the limit; one cut off by the end is open."""
+    """A request without a whole answer has no decode rate: it did not decode slowly, it failed or was cut off."""
     limit = DECODE_LIMIT_TOKENS_S * run.manifest.time_scale
     rows = by_end(run).after
-    slow = (rows.mean_decode_gap_ms > 1000.0 / limit) | (rows.outcome == "fail")
+    slow = rows.mean_decode_gap_ms > 1000.0 / limit
     open_ = rows.mean_decode_gap_ms.isna() & ~slow
     return OverLimit(limit, int(slow.sum()), int(open_.sum()), len(rows))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from harness.run_folder import RunFolder
@@ -9,6 +11,9 @@ from reports import words
 from reports.figures.phases import real_seconds
 from reports.summary import Summary
 from reports.tables import is_emulated
+
+SHORT_OUTAGE: Final = 10
+"""An outage of fewer median TTFTs than this is over before the survivor has a queue to speak of."""
 
 
 def differences(summary: Summary, cold: RunFolder, shadow: RunFolder) -> list[tuple[str, str]]:
@@ -94,6 +99,15 @@ def _ttft(summary: Summary) -> tuple[str, str] | None:
     cold = summary.cold.ttft_ms.after_fault
     if cold.p50 is None or cold.p90 is None:
         return None
+    outage_s = summary.cold.recovery_s.median
+    baseline = summary.cold.ttft_ms.baseline.p50
+    if outage_s is not None and baseline is not None and outage_s * 1e3 < SHORT_OUTAGE * baseline:
+        return "TTFT", (
+            f"Our cold start keeps a worker away for {words.duration(outage_s)}, not for minutes: "
+            f"{words.significant(outage_s * 1e3 / baseline)} times a median TTFT, in which no queue builds up at the "
+            "survivor. So TTFT and decode rate hardly differ between the arms. With `--profile glm-5.2-b200 --time-scale 20` the outage "
+            "is as long as the published one, and they do."
+        )
     text = (
         "After a cold-started fault TTFT has two humps: who meets the outage waits, who does not, does not. Its median "
         f"({words.milliseconds(cold.p50)} here, p90 {words.milliseconds(cold.p90)}) jumps between them with the share "

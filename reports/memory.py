@@ -72,9 +72,14 @@ def device_gauge(run: RunFolder, worker: str, name: str) -> pd.DataFrame:
 
 
 def pss_by_engine(run: RunFolder, worker: str) -> pd.DataFrame:
-    """Return PSS with one column an engine and one row a step (seconds); 0 before an engine came and after it went."""
+    """Return PSS with one column an engine and one row a step (seconds); 0 before an engine came and after it went.
+
+    Of each step the last round of scraping counts, whose rows have one stamp: an engine that died within the step and
+    its successor, which maps the same pages, were never there together.
+    """
     rows = run.metrics[(run.metrics.name == PSS) & run.metrics.node.str.startswith(f"{worker}/")]
+    rounds = rows.pivot_table(index="t_ns", columns="node", values="value", aggfunc="last")
+    rounds = rounds.ffill().where(rounds.bfill().notna()).fillna(0.0)  # a missed scrape is no death
     tick = tick_s(run)
-    table = rows.assign(x_s=(run.seconds(rows.t_ns) // tick) * tick)
-    steps = table.pivot_table(index="x_s", columns="node", values="value", aggfunc="last")
-    return steps.ffill().where(steps.bfill().notna()).fillna(0.0)  # a missed scrape is no death
+    steps = rounds.groupby((run.seconds(rounds.index.to_series()) // tick) * tick).last()
+    return steps.rename_axis("x_s")

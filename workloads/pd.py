@@ -11,8 +11,8 @@ embedded deployment did not start, 7 the host does not answer or the rows cannot
 from __future__ import annotations
 
 import atexit
-import os
 import logging
+import os
 import sys
 from typing import Any, Final, NoReturn
 
