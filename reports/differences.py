@@ -105,7 +105,8 @@ def _ttft(summary: Summary) -> tuple[str, str] | None:
         return "TTFT", (
             f"Our cold start keeps a worker away for {words.duration(outage_s)}, not for minutes: "
             f"{words.significant(outage_s * 1e3 / baseline)} times a median TTFT, in which no queue builds up at the "
-            "survivor. So TTFT and decode rate hardly differ between the arms. With `--profile glm-5.2-b200 --time-scale 20` the outage "
+            "survivor. So TTFT and decode rate hardly differ between the arms. "
+            "With `--profile glm-5.2-b200 --time-scale 20` the outage "
             "is as long as the published one, and they do."
         )
     text = (

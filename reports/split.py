@@ -40,6 +40,14 @@ def timed(run: RunFolder) -> pd.DataFrame:
     return run.requests[run.requests.spoilt.fillna("") == ""]
 
 
+def with_rate(rows: pd.DataFrame) -> pd.DataFrame:
+    """Leave out whole answers that have no decode rate: those of one token, and those that came in one read.
+
+    They are not slow. What was broken off stays: it is censored.
+    """
+    return rows[~((rows.outcome == "ok") & ~(rows.mean_decode_gap_ms > 0))]
+
+
 def by_first_token(run: RunFolder) -> Halves:
     """Split by the moment that decides a TTFT: the first token, or the end of a request that never had one."""
     rows = timed(run)
@@ -48,7 +56,7 @@ def by_first_token(run: RunFolder) -> Halves:
 
 def by_end(run: RunFolder) -> Halves:
     """Split by the moment that decides a decode rate: the end of the request."""
-    rows = timed(run)
+    rows = with_rate(timed(run))
     return _split(rows, rows.end_ns, first_fault_ns(run))
 
 

@@ -13,7 +13,7 @@ from harness.run_folder import RunFolder
 from reports.figures.style import NARROW, WIDE, Drawing, Panel, data, svg, y_axis
 from reports.figures.timeline import Axis, faults, limit_line, saltires, thin, time_axes
 from reports.published import DECODE_LIMIT_TOKENS_S
-from reports.split import timed
+from reports.split import timed, with_rate
 from reports.words import arm_colour, arm_title, given, rate
 
 HEIGHT = 190
@@ -24,7 +24,7 @@ WINDOWS_MAX = 120
 
 def decode_panels(runs: list[RunFolder]) -> list[Panel]:
     """Return a panel a run, with one scale for all: a dot a whole answer, at its first token."""
-    rates = pd.concat([1000 / timed(run).mean_decode_gap_ms.dropna() for run in runs])
+    rates = pd.concat([1000 / with_rate(timed(run)).mean_decode_gap_ms.dropna() for run in runs])
     if rates.empty:
         return [Panel(r.manifest.arm, arm_title(r.manifest.arm), None, "No answer came to its end.") for r in runs]
     limits = [DECODE_LIMIT_TOKENS_S * run.manifest.time_scale for run in runs]
@@ -47,7 +47,7 @@ def _rows(run: RunFolder, axis: Axis) -> tuple[list[dict[str, Any]], list[dict[s
     """Return whole answers at their first token, and those broken off at their end."""
     whole: list[dict[str, Any]] = []
     broken: list[dict[str, Any]] = []
-    for row in timed(run).to_dict("records"):
+    for row in with_rate(timed(run)).to_dict("records"):
         if math.isnan(row["mean_decode_gap_ms"]):
             text = f"{row['request_id']}: broken off ({row['outcome']})"
             x = axis.place(run.seconds(row["end_ns"]))

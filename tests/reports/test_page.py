@@ -218,3 +218,18 @@ def test_durations_have_three_significant_digits(seconds: float | None, text: st
 )  # fmt: skip
 def test_given_figures_lose_their_trailing_zeros(text: str, short: str) -> None:
     assert words.given(text) == short
+
+
+def test_answers_without_a_decode_rate_are_neither_slow_nor_a_stumbling_block(tmp_path: Path) -> None:
+    """An answer of one token has no gap, and one that came in a single read has a gap of nothing."""
+    cold, shadow = pair(tmp_path)
+    for run in (cold, shadow):
+        rows = run.requests
+        whole = rows.index[(rows.outcome == "ok") & (rows.spoilt == "")]
+        rows.loc[whole[:5], "mean_decode_gap_ms"] = 0.0
+        rows.loc[whole[5:9], "mean_decode_gap_ms"] = float("nan")
+        rows.to_parquet(run.path / "requests.parquet")
+    summary = write_comparison(cold.path, shadow.path, tmp_path / "out")
+    rates = (summary.cold.decode_rate_tokens_s.baseline, summary.cold.decode_rate_tokens_s.after_fault)
+    assert sum(r.n for r in rates) == len(cold.requests) - 9 - summary.cold.spoilt_rows
+    assert sum(r.censored for r in rates) == summary.cold.requests_failed + summary.cold.requests_unknown

@@ -84,7 +84,7 @@ def test_every_command_exists(page: str) -> None:
         "pdproof nonsense",
         "pdproof run x --nonsense",
         "locust -f nowhere.py",
-        "python -m no.such",
+        "python -m no_such",
         "rm x",
     ],
 )
