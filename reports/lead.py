@@ -22,8 +22,16 @@ def comparison_lead(summary: Summary) -> str:
     begin = "Seen, but not proved: after" if summary.verdict in (Verdict.INCONCLUSIVE, Verdict.ERROR) else "After"
     return (
         f"{begin} a SIGKILL the worker served again in {words.duration(shadow)} with a shadow, {times} after a cold "
-        f"start ({words.duration(cold)})."
+        f"start ({words.duration(cold)}){_full_scale(summary)}."
     )
+
+
+def _full_scale(summary: Summary) -> str:
+    """Say what the two medians are at full scale, where that differs."""
+    cold, shadow = summary.cold.at_full_scale.recovery_s.median, summary.shadow.at_full_scale.recovery_s.median
+    if summary.time_scale == 1 or cold is None or shadow is None:
+        return ""
+    return f"; at full scale {words.duration(shadow)} and {words.duration(cold)}"
 
 
 def run_lead(arm: ArmSummary) -> str:

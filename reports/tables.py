@@ -192,8 +192,8 @@ def _plain(arm: ArmSummary, name: str, text: str) -> Cell:
 def memory_rows(arms: list[ArmSummary]) -> list[Row]:
     """Return the peaks of memory."""
     peaks = [
-        ("Weights", "held by one device's memory service", "weights_bytes_max"),
-        ("KV cache", "held by one device's memory service", "kv_bytes_max"),
+        ("Weights", "on one device", "weights_bytes_max"),
+        ("KV cache", "on one device", "kv_bytes_max"),
         ("All engines of a worker", "PSS together", "worker_pss_bytes_max"),
         ("One engine", "PSS", "engine_pss_bytes_max"),
     ]

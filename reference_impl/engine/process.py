@@ -133,7 +133,6 @@ class EngineProcess:
         self._say(EventKind.LOCK_WAITING)
         epoch = await self._lock.acquire(self._config.engine_id)
         if self._is_promotion(epoch) and self._config.profile.detection_s:
-            self._phase_done("lock", now_ns(), now_ns(), promotion=True)
             with self._phase("notice the death", emulated=True, promotion=True):
                 await asyncio.sleep(self._config.profile.detection_s)
         self._say(EventKind.LOCK_WON, epoch=epoch)
