@@ -1,10 +1,10 @@
-"""How wrong the load client is: `python benchmarks/load_client.py [--out FILE]`.
+"""How wrong the load client is: `python -m benchmarks.load_client [--out FILE]`.
 
 Against the golden server, client on core 0 and server on core 1, several runs of each: the TTFT error (client minus
 truth) at a number of chunks a second (20 ms a token, 500 in, 200 out, constant arrivals), then the default load
 (32,000 in, 1,000 out, 0.7 requests/s). A figure's samples are the runs: `ttft_error_p99` of five runs has n = 5.
 
-Where others use the cores as well, their work is what is measured. `chrt -f 1 python benchmarks/load_client.py` keeps
+Where others use the cores as well, their work is what is measured. `chrt -f 1 python -m benchmarks.load_client` keeps
 it off; what is left then are the stops of the machine itself. Rows that the client marked as spoilt are left out of
 the figures that say `good_rows`.
 """
@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks.figures import Figures, figure, show, write
 from tests.golden import Errors, errors, golden, load, pinnable, rows_of
 from tests.golden_server import Plan
 from workloads.summary import quantile
@@ -30,17 +26,6 @@ from workloads.summary import quantile
 GAP_MS = 20.0
 TOKENS = 200
 INPUT_TOKENS = 500
-
-
-class Figure(msgspec.Struct):
-    """One measured quantity over all runs."""
-
-    unit: str
-    median: float
-    min: float
-    max: float
-    p99: float
-    n: int
 
 
 class Run(NamedTuple):
@@ -85,26 +70,19 @@ def error_figures(found: Errors, suffix: str) -> dict[str, tuple[float, str]]:
     }
 
 
-def measure(name: str, repeats: int, plan: Plan, *options: object) -> dict[str, Figure]:
+def measure(name: str, repeats: int, plan: Plan, *options: object) -> Figures:
     """Repeat a load; print and return its figures over the runs."""
     runs = [run(plan, options) for _ in range(repeats)]
     names = dict.fromkeys(key for one in runs for key in one.figures)
-    figures = {f"{name}.{key}": over([one.figures[key] for one in runs if key in one.figures]) for key in names}
-    for key, found in figures.items():
-        spread = f"median {found.median:8.3f}  min {found.min:8.3f}  max {found.max:8.3f}"
-        print(f"{key:46} {spread} {found.unit}  n={found.n}", flush=True)
-    return figures
+    found = {}
+    for key in names:
+        samples = [one.figures[key] for one in runs if key in one.figures]
+        found[f"{name}.{key}"] = figure(samples[0][1], [value for value, _ in samples])
+    show(found)
+    return found
 
 
-def over(samples: list[tuple[float, str]]) -> Figure:
-    """Return the spread of one figure over the runs."""
-    values = [value for value, _ in samples]
-    return Figure(
-        samples[0][1], statistics.median(values), min(values), max(values), quantile(values, 0.99), len(values)
-    )
-
-
-def steady(chunks_per_s: int, seconds: float, repeats: int) -> dict[str, Figure]:
+def steady(chunks_per_s: int, seconds: float, repeats: int) -> Figures:
     """Measure at a steady number of chunks a second."""
     rate = chunks_per_s / TOKENS
     return measure(
@@ -120,6 +98,7 @@ def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--quick", action="store_true", help="one short run, to see that it works")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rates", default="1000,4000,16000,32000", help="chunks a second")
     parser.add_argument("--seconds", type=float, default=6.0, help="of arrivals at each rate")
@@ -128,7 +107,9 @@ def main() -> None:
     given = parser.parse_args()
     if not pinnable():
         raise SystemExit("client and server need a core each")
-    figures: dict[str, Figure] = {}
+    figures: Figures = {}
+    if given.quick:
+        given.repeats, given.rates, given.seconds, given.long_seconds = 1, "1000", 2.0, 0.0
     for rate in map(int, filter(None, given.rates.split(","))):
         figures |= steady(rate, given.seconds, given.repeats)
     if given.long_seconds:
@@ -136,7 +117,7 @@ def main() -> None:
         requests = round(0.7 * given.long_seconds)
         figures |= measure("32k_1k_at_0.7_per_s", given.long_repeats, plan, "--requests", requests)
     if given.out:
-        given.out.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+        write(given.out, figures)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import os
 import sys
@@ -13,6 +12,7 @@ from typing import Final
 from harness.errors import PdproofError
 from harness.run_folder import RunWriter
 from harness.scenario import Load
+from reference_impl.processes import end_child
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import s_to_ns
 from workloads.rows import PARENT_VARIABLE
@@ -80,17 +80,8 @@ class LocustLoad:
 
     async def stop(self) -> None:
         """End the child if it still runs; it writes its running requests as unknown."""
-        child = self._child
-        if child is None or child.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            child.terminate()
-        try:
-            async with asyncio.timeout(STOP_LIMIT_S):
-                await child.wait()
-        except TimeoutError:
-            child.kill()
-            await child.wait()
+        if self._child is not None:
+            await end_child(self._child, STOP_LIMIT_S)
 
 
 def last_line(path: Path) -> str:

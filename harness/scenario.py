@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-import tomllib
-from importlib import resources
-from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from harness.errors import BadInput
+from reference_impl import named_toml
+
+PACKAGE: Final = "harness.scenarios"
 
 
 class Arm(enum.StrEnum):
@@ -80,21 +81,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def scenario_names() -> list[str]:
     """Return the names of the scenarios that come with the package."""
-    files = resources.files("harness.scenarios").iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    return named_toml.names(PACKAGE)
 
 
 def load_scenario(name: str) -> Scenario:
     """Return the scenario of this name, or of the TOML file at this path. Raises BadInput with one clear line."""
-    if name.endswith(".toml"):
-        if not Path(name).is_file():
-            raise BadInput(f"scenario {name}: no such file")
-        text = Path(name).read_text()
-    elif name in scenario_names():
-        text = resources.files("harness.scenarios").joinpath(f"{name}.toml").read_text()
-    else:
-        raise BadInput(f"scenario {name!r}: unknown; there are {', '.join(scenario_names())}, or give a .toml file")
     try:
-        return msgspec.convert(tomllib.loads(text), Scenario)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise BadInput(f"scenario {name}: {error}") from error
+        return named_toml.load("scenario", name, PACKAGE, Scenario)
+    except named_toml.BadToml as error:
+        raise BadInput(str(error)) from error

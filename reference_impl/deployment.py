@@ -28,6 +28,7 @@ from reference_impl.engine.weights_file import WeightsError, ensure_weights
 from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.worker import WorkerConfig, WorkerStatus, read_status, status_path
 from reference_impl.oracle import Weights
+from reference_impl.processes import end_child
 from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
 
@@ -112,18 +113,8 @@ class Deployment:
         return f"{name} ended with {self._children[name].returncode}; see {self._config.logs_dir / name}.log"
 
     async def stop(self) -> None:
-        """End every child: SIGTERM, then SIGKILL."""
-        running = [c for c in self._children.values() if c.returncode is None]
-        for child in running:
-            child.terminate()
-        try:
-            async with asyncio.timeout(STOP_LIMIT_S):
-                await asyncio.gather(*(c.wait() for c in running))
-        except TimeoutError:
-            for child in running:
-                if child.returncode is None:
-                    child.kill()
-            await asyncio.gather(*(c.wait() for c in running))
+        """End every child."""
+        await asyncio.gather(*(end_child(child, STOP_LIMIT_S) for child in self._children.values()))
 
     def _worker_ids(self) -> list[str]:
         return [f"w{number}" for number in range(self._config.workers)]

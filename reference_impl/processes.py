@@ -1,7 +1,9 @@
-"""What a process asks of the kernel about itself."""
+"""Processes: tying one's life to its parent's, and ending a child for good."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -22,3 +24,18 @@ def die_with_parent(expected_ppid: int) -> None:
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if os.getppid() != expected_ppid:
         raise SystemExit(f"parent {expected_ppid} is gone (now {os.getppid()}); ending with it")
+
+
+async def end_child(child: asyncio.subprocess.Process, limit_s: float) -> None:
+    """Ask a child to end (SIGTERM), and after `limit_s` make it (SIGKILL). Returns once it has ended."""
+    if child.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        async with asyncio.timeout(limit_s):
+            await child.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()

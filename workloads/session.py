@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 import gevent
@@ -70,7 +71,7 @@ def probe(url: str, model: str) -> tuple[Host, str]:
         raise CannotStart(f"host {url} lists no model at /v1/models; name one with --model", USAGE) from None
 
 
-class Process:
+class Process(ABC):
     """The load of this process, as locust's events drive it. `Alone` and `Worker` say what follows its end."""
 
     def __init__(self, environment: Any) -> None:
@@ -112,16 +113,17 @@ class Process:
             self._load.ended.wait(2 * CUT_S)
             self._end()
 
+    @abstractmethod
     def place(self) -> LoadPart:
         """Return this process's part, its model left open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def over(self, rows: list[Figures], problem: str, code: int) -> None:
         """Make known what the load came to; `code` is the exit code if there is a `problem`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _cannot(self, line: str, code: int) -> None:
-        raise NotImplementedError
+        """Make known that the load cannot start."""
 
     def _load_of(self, options: LoadOptions, host: Host, model: str) -> Load:
         part = msgspec.structs.replace(self.place(), model=model, round=self._round)

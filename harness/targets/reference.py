@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from harness.errors import StartFailed
 from harness.scenario import Arm
 from reference_impl.deployment import Announcement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
+from reference_impl.processes import end_child
 
 START_LIMIT_S: Final = 900.0
 STOP_LIMIT_S: Final = 20.0
@@ -99,18 +99,8 @@ class ReferenceTarget:
 
     async def stop(self) -> None:
         """End the deployment and everything in it."""
-        child = self._child
-        if child is None:
-            return
-        if child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                child.terminate()
-            try:
-                async with asyncio.timeout(STOP_LIMIT_S):
-                    await child.wait()
-            except TimeoutError:
-                child.kill()  # its children die with it
-                await child.wait()
+        if self._child is not None:
+            await end_child(self._child, STOP_LIMIT_S)  # if it must be killed, its children die with it
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
 

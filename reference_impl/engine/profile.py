@@ -6,14 +6,14 @@ engine (processes, sockets, memory, files, locks, content) is real.
 
 from __future__ import annotations
 
-import tomllib
-from importlib import resources
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from reference_impl import named_toml
+
 MIB: Final = 2**20
+PACKAGE: Final = "reference_impl.engine.profiles"
 
 
 class ProfileError(Exception):
@@ -104,22 +104,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def profile_names() -> list[str]:
     """Return the names of the profiles that come with the package."""
-    files = resources.files("reference_impl.engine.profiles").iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    return named_toml.names(PACKAGE)
 
 
 def load_profile(name: str) -> Profile:
     """Return the profile of this name, or of the TOML file at this path. Raises ProfileError with one clear line."""
-    if name.endswith(".toml"):
-        path = Path(name)
-        if not path.is_file():
-            raise ProfileError(f"profile {name}: no such file")
-        text = path.read_text()
-    elif name in profile_names():
-        text = resources.files("reference_impl.engine.profiles").joinpath(f"{name}.toml").read_text()
-    else:
-        raise ProfileError(f"profile {name!r}: unknown; there are {', '.join(profile_names())}, or give a .toml file")
     try:
-        return msgspec.convert(tomllib.loads(text), Profile)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ProfileError(f"profile {name}: {error}") from error
+        return named_toml.load("profile", name, PACKAGE, Profile)
+    except named_toml.BadToml as error:
+        raise ProfileError(str(error)) from error

@@ -22,7 +22,7 @@ from reference_impl.event_log import EventLog
 from reference_impl.failover.pidfd import start_ticks
 from reference_impl.failover.prober import Prober
 from reference_impl.failover.worker import ProcessInfo, WorkerConfig, WorkerStatus, write_status
-from reference_impl.processes import die_with_parent
+from reference_impl.processes import die_with_parent, end_child
 from reference_impl.realclock import now_ns
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.lifecycle import EngineState
@@ -111,7 +111,7 @@ class Supervisor:
             await asyncio.gather(*tasks, *ends, return_exceptions=True)
             await self._end_engines()
             if service is not None:
-                await _end(service)
+                await end_child(service, STOP_LIMIT_S)
             self._memory = None
 
     async def _keep_engine(self) -> None:
@@ -236,7 +236,7 @@ class Supervisor:
         except TimeoutError:
             line = b""
         if line.strip() != b"ready":
-            await _end(process)
+            await end_child(process, STOP_LIMIT_S)
             log = Path(config.logs_dir, f"{name}.log")
             raise WorkerFailed(f"worker {config.worker_id}: the memory service did not come up; see {log}")
         self._memory = ProcessInfo(
@@ -272,19 +272,6 @@ class Supervisor:
         for handle in self._engines.values():
             handle.kill()
         await asyncio.gather(*(h.process.wait() for h in self._engines.values()))
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, then SIGKILL."""
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(STOP_LIMIT_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 async def _main(config: WorkerConfig) -> int:

@@ -725,6 +725,14 @@ def test_fifty_contenders_killed_at_random_have_one_holder_and_rising_epochs(pat
     assert read_epoch(path) >= 25
 
 
+@pytest.mark.slow
+def test_a_thousand_random_kills_have_one_holder_and_rising_epochs(path, family, board):
+    """KVC-LOCK-001: twenty rounds of fifty on one lock file, whose epoch rises through all of them."""
+    for seed in range(20):
+        assert troubles_of(50, path, family, board, nothing, seed=seed) == []
+    assert read_epoch(path) >= 500
+
+
 @pytest.mark.parametrize("sabotage", [no_lock, no_epoch_write])
 def test_broken_locks_are_caught_by_their_contenders(path, family, board, sabotage):
     assert troubles_of(6, path, family, board, sabotage, seed=7)
