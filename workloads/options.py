@@ -17,6 +17,7 @@ from workloads.prompts import Api, PromptFormat
 from workloads.schedule import Arrivals
 
 GROUP: Final = "pdproof"
+LOOPBACK: Final = "127.0.0.1"
 RATE_PER_S_MAX: Final = 100_000.0
 TOKENS_MAX: Final = 10_000_000
 START_PAST_S_MAX: Final = 60.0
@@ -163,6 +164,8 @@ def add_options(parser: Any) -> None:
         "The load of pdproof: an open loop of streamed requests. Locust's -u and -r are ignored: the schedule alone "
         "says when a request starts.",
     )
+    # Locust listens on every interface unless told otherwise; we listen on loopback unless told otherwise.
+    parser.set_defaults(web_host=LOOPBACK, master_bind_host=LOOPBACK)
     defaults = LoadOptions()
 
     def add(name: str, **more: Any) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.golden import (
@@ -25,6 +26,7 @@ from tests.golden import (
     wait_for_lines,
 )  # fmt: skip
 from tests.golden_server import Fault, Plan
+from tests.waiting import until
 from workloads.rows import Outcome, RequestRecord
 from workloads.schedule import Arrivals, ArrivalSchedule
 
@@ -231,3 +233,26 @@ def test_rows_that_cannot_be_written_end_the_load(tmp_path: Path) -> None:
 
 def test_gevent_stays_out_of_this_process() -> None:
     assert "gevent" not in sys.modules
+
+
+@pytest.mark.parametrize("mode", [[], ["--master"]])
+def test_it_listens_on_loopback_alone(tmp_path: Path, mode: list[str]) -> None:
+    """Locust's own default is every interface, for the page and for workers alike."""
+    with golden(tmp_path, [Plan(gap_ms=GAP_MS)]) as server, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        bind = ["--master-bind-port", str(port + 1)] if mode else []
+        locustfile = [sys.executable, "-m", "locust", "-f", "workloads/pd.py"]
+        command = [*locustfile, "--host", server.url, "--web-port", str(port), *mode, *bind]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as locust:
+            try:
+                process = psutil.Process(locust.pid)
+
+                def listening() -> list[str]:
+                    return [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+                addresses = until(lambda: len(found := listening()) > len(mode) and found, RUN_S, "locust listens")
+                assert set(addresses) == {"127.0.0.1"}
+            finally:
+                locust.terminate()
