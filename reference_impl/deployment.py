@@ -325,6 +325,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
+    least_s = 4 * ProbeLimits().interval_s
+    if arguments.probe_silent_s < least_s:
+        parser.error(f"--probe-silent-s must be at least {least_s:g}, got {arguments.probe_silent_s}")
     if not arguments.time_scale > 0:
         parser.error(f"--time-scale must be above 0, got {arguments.time_scale}")
     try:

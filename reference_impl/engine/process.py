@@ -66,11 +66,14 @@ class EngineProcess:
         self._memory = _memory(config)
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._broken: asyncio.Future[None] | None = None
+        """Gets the error of a task that broke: an engine without its step loop must die, so that another takes over."""
         self._url = ""
 
     async def run(self) -> None:
         """Live. Returns after SIGTERM; raises what made the engine unfit to serve."""
         loop = asyncio.get_running_loop()
+        broken = self._broken = loop.create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
         if self._config.ticks_fd >= 0:
@@ -78,10 +81,12 @@ class EngineProcess:
         living = asyncio.create_task(self._live())
         stopping = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if living.done():
-                living.result()
+            await asyncio.wait([living, stopping, broken], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (broken, living):
+                if ended.done():
+                    ended.result()
         finally:
+            broken.cancel()
             for task in (living, stopping, *self._tasks):
                 task.cancel()
             await asyncio.gather(living, stopping, *self._tasks, return_exceptions=True)
@@ -173,7 +178,14 @@ class EngineProcess:
         self._tell(EngineState.ACTIVE)
 
     def _spawn(self, work: object) -> None:
-        self._tasks.append(asyncio.ensure_future(work))  # type: ignore[call-overload]
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task.add_done_callback(self._task_done)
+        self._tasks.append(task)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     def _say(self, kind: EventKind, **detail: str | int | float | bool | None) -> None:
         self._events.say(kind, self._config.engine_id, worker_id=self._config.worker_id, **detail)

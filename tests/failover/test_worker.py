@@ -21,6 +21,7 @@ from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.supervisor import FAILED_STARTS_MAX, Supervisor, WorkerFailed
 from reference_impl.oracle import Weights, expected_answers
 from reference_impl.rules.events import EventKind
+from tests.failover import faulty_engine
 from tests.failover.workers import PROMPT, SEED, Worker, kill
 from tests.waiting import until, until_async
 
@@ -180,6 +181,21 @@ async def test_a_failed_wake_is_never_registered(folder: Path, monkeypatch: pyte
         assert len(failed) == 1
         assert failed[0].subject not in {e.subject for e in worker.events(EventKind.ROUTER_REGISTERED)}
         assert await worker.answer() == right()
+
+
+async def test_an_engine_whose_step_loop_breaks_dies_and_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that ended in silence would leave an engine that is alive, registered, and answers nobody."""
+    monkeypatch.setattr(Supervisor, "ENGINE_MODULE", "tests.failover.faulty_engine")
+    async with Worker(folder) as worker:
+        active, shadow = await worker.whole()
+        body = {"prompt": list(range(faulty_engine.BAD_LENGTH)), "max_tokens": 2}
+        async with worker.session.post(worker.url + "/v1/completions", json=body) as response:
+            assert response.status == 502
+        assert (await worker.in_state("active", but=active.name)).name == shadow.name
+        assert await worker.answer() == right()
+        assert "a bug in the forward pass" in (folder / f"{active.name}.log").read_text()
 
 
 async def test_engines_that_keep_dying_while_they_start_end_the_worker_with_one_line(
