@@ -68,8 +68,8 @@ async def whole(target: ReferenceTarget, arm: Arm) -> ProcessRef:
     """Wait until the worker has its active engine, and its shadow where it should; return the active one."""
     async with asyncio.timeout(LIMIT_S):
         while True:
-            active = target.find(role="engine", state="active", worker_id="w0")
-            parked = target.find(role="engine", state="standby", worker_id="w0")
+            active = target.active_engine("w0")
+            parked = target.parked_engine("w0")
             if active is not None and (parked is not None or arm is Arm.COLD):
                 return active
             await asyncio.sleep(0.02)
@@ -81,7 +81,7 @@ async def kill_once(target: ReferenceTarget, arm: Arm) -> int:
     await asyncio.sleep(SETTLE_S)
 
     def successor() -> str | None:
-        found = target.find(role="engine", state="active", worker_id="w0")
+        found = target.active_engine("w0")
         return found.name if found and found.name != active.name else None
 
     fault = Kill(active, successor)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reference_impl.content import BLOCK_WORDS, block_digests, weight_words
-from reference_impl.engine.core import EngineCore, Sequence
+from reference_impl.engine.core import EngineCore
 from reference_impl.engine.profile import load_profile
 from reference_impl.oracle import Weights, expected_answers
 from reference_impl.rules.blocks import BlockPool
@@ -35,7 +35,7 @@ def test_prefill_of_32k(benchmark: Any) -> None:
 
     def prefill() -> int:
         engine.pool.forget()
-        engine.add(Sequence("a", PROMPT, 1))
+        engine.sequence("a", PROMPT, 1)
         while engine.has_work:
             engine.step()
         return engine.pool.held
@@ -46,7 +46,7 @@ def test_prefill_of_32k(benchmark: Any) -> None:
 def test_a_decode_step_of_eight_requests(benchmark: Any) -> None:
     engine = core()
     for number in range(8):
-        engine.add(Sequence(str(number), PROMPT, 8000))
+        engine.sequence(str(number), PROMPT, 8000)
     while len(engine.running) < 8 or any(not s.output_tokens for s in engine.running.values()):
         engine.step()
     assert len(benchmark(engine.step).produced) == 8

@@ -5,6 +5,8 @@ Exit codes: see `harness.errors`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from importlib.metadata import entry_points
 
@@ -16,6 +18,7 @@ from harness.errors import PdproofError
 
 GROUP = "pdproof.commands"
 INTERRUPTED = 130
+TRACEBACK_VARIABLE = "PDPROOF_TRACEBACK"
 
 
 class Commands(click.Group):
@@ -57,7 +60,22 @@ def main() -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         _say(f"{error.filename or 'this machine'}: {error.strerror or error}; free or change it and try again")
+        _drop_output()
         sys.exit(7)
+    except Exception as error:
+        if TRACEBACK_VARIABLE in os.environ:
+            raise
+        _say(
+            f"internal error, {type(error).__name__}: {error}; a bug, or a file that was changed by hand. "
+            f"{TRACEBACK_VARIABLE}=1 shows where"
+        )
+        sys.exit(PdproofError.exit_code)
+
+
+def _drop_output() -> None:
+    """Forget what standard output could not take, or Python would complain of it once more at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(text: str) -> None:

@@ -59,6 +59,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     clock_offsets_ns: dict[str, int] = {}
     emulated: list[str] = []
 
+    def __post_init__(self) -> None:
+        """Refuse what every reader divides by or looks into."""
+        if not self.time_scale > 0:
+            raise ValueError(f"time_scale must be above 0, got {self.time_scale}")
+
 
 class EventsHeader(msgspec.Struct, frozen=True, tag_field="line", tag="header"):
     """First line of `events.jsonl`."""
@@ -257,9 +262,11 @@ class RunFolder:
         return self._decode("verdicts.json", list[CheckResult])
 
     def write_verdicts(self, results: list[CheckResult]) -> None:
-        """Replace the verdicts."""
+        """Replace the verdicts, whole or not at all."""
         text = msgspec.json.format(msgspec.json.encode(results), indent=2)
-        (self.path / "verdicts.json").write_bytes(text)
+        partial = self.path / "verdicts.json.part"
+        partial.write_bytes(text)
+        partial.rename(self.path / "verdicts.json")
 
     @functools.cached_property
     def origin_ns(self) -> int:
@@ -290,4 +297,7 @@ class RunFolder:
             raise BadRunFolder(self.path, f"{name}: {error}") from error
         if missing := [c for c in columns if c not in table.columns]:
             raise BadRunFolder(self.path, f"{name} lacks the columns {', '.join(missing)}")
-        return table
+        try:
+            return table[list(columns)].astype(columns)
+        except (TypeError, ValueError) as error:
+            raise BadRunFolder(self.path, f"{name} holds values of another type than it should: {error}") from error

@@ -18,11 +18,11 @@ from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from harness import content, machine
 from harness.errors import BadInput, StartFailed
-from harness.load import LocustLoad
+from harness.load import LoadFailed, LocustLoad
 from harness.progress import RunProgress
 from harness.run_folder import Manifest, RunFolder, RunWriter
 from harness.sampler import Sampler
-from harness.scenario import Arm, FaultSpec, Scenario
+from harness.scenario import DRAIN, Arm, FaultSpec, Scenario
 from harness.targets.reference import ReferenceTarget
 from reference_impl.engine.profile import ProfileError, load_profile
 from reference_impl.failover.pidfd import read_stat, start_ticks
@@ -60,6 +60,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
             profile = load_profile(self.profile).scaled(self.time_scale)
         except ProfileError as error:
             raise BadInput(str(error)) from error
+        load = self.scenario.load
+        if load.input_tokens + load.output_tokens > profile.context_tokens_max:
+            raise BadInput(
+                f"scenario {self.scenario.name}: {load.input_tokens} tokens in and {load.output_tokens} out exceed the "
+                f"context of profile {self.profile}, {profile.context_tokens_max}"
+            )
         emulated = profile.emulated()
         if self.time_scale != 1:
             emulated.append(f"time scale {self.time_scale:g}: emulated durations divided, arrivals multiplied by it")
@@ -140,23 +146,31 @@ class _Run:
             load=scenario.load, rate_per_s=scenario.load.rate_per_s * plan.time_scale,
             load_s=plan.real_s(scenario.load_s), drain_s=drain_s, seed=plan.seed,
         )  # fmt: skip
+        phases: asyncio.Task[None] | None = None
+        loading: asyncio.Task[None] | None = None
         sampling = asyncio.create_task(Sampler(self._target, self._writer).run())
         try:
             origin_ns = await load.start(self._target.url, self._target.announcement.model, self._writer)
+            loading = asyncio.create_task(load.wait(self._writer))
             self._progress.say("locust is starting")
             await _until(origin_ns)
             self._progress.total(plan.real_s(scenario.load_s) + drain_s)
-            await self._phases(origin_ns)
-            async with self._phase("drain"):
+            phases = asyncio.create_task(self._phases(origin_ns))
+            await asyncio.wait({phases, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()  # raises what is known of it
+                raise LoadFailed("the load ended before its time")
+            phases.result()
+            async with self._phase(DRAIN):
                 self._progress.say("drain: waiting for the last answers")
-                await load.wait(self._writer)
+                await loading
             async with self._phase("converge"):
                 await self._converge()
             async with self._phase("audit"):
                 await asyncio.sleep(AUDIT_S)
         finally:
             await asyncio.shield(load.stop())
-            await _cancelled(sampling, *self._healing)
+            await _cancelled(sampling, *self._healing, *(t for t in (phases, loading) if t is not None))
 
     async def _phases(self, origin_ns: int) -> None:
         at_ns = origin_ns
@@ -188,7 +202,7 @@ class _Run:
         fault_id = f"{spec.kind}-{self._faults}"
         victim = await self._victim(spec)
         if victim is None:
-            reason = f"no {spec.role} of {spec.worker} was {spec.state} within {TARGET_LIMIT_S:g} s"
+            reason = f"no engine of {spec.worker} was active within {TARGET_LIMIT_S:g} s"
             self._writer.events.say(EventKind.FAULT_UNPROVED, fault_id, worker_id=spec.worker, reason=reason)
             return
         fault = self._fault(spec, victim)
@@ -212,18 +226,14 @@ class _Run:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TARGET_LIMIT_S):
                 while True:
-                    found = self._target.find(role=spec.role, state=spec.state, worker_id=spec.worker)
-                    if found is not None:
+                    if (found := self._target.active_engine(spec.worker)) is not None:
                         return found
                     await asyncio.sleep(LOOK_S)
         return None
 
     def _fault(self, spec: FaultSpec, victim: ProcessRef) -> Fault:
-        if spec.kind != "kill":
-            raise BadInput(f"scenario {self._plan.scenario.name}: unknown fault kind {spec.kind!r}; there is kill")
-
         def successor() -> str | None:
-            found = self._target.find(role=spec.role, state=spec.state, worker_id=spec.worker)
+            found = self._target.active_engine(spec.worker)
             return found.name if found is not None and found.name != victim.name else None
 
         return Kill(victim, successor)

@@ -33,6 +33,8 @@ from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
 
 WEIGHTS_SEED: Final = 20_260_601
+PROGRESS_PREFIX: Final = "deployment: "
+ERROR_PREFIX: Final = "deployment: error: "
 START_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 10.0
 POLL_S: Final = 0.02
@@ -234,7 +236,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if arguments.end_with_stdin:
         _stop_at_end_of_input(stop)
-    run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
+    run_dir = Path(arguments.run_dir or tempfile.mkdtemp(prefix="pdproof-"))
     deployment: Deployment | None = None
     work: set[asyncio.Task[object]] = set()
     try:
@@ -298,7 +300,7 @@ def _folder(path: Path) -> Path:
 
 
 def _progress(text: str) -> None:
-    print(f"deployment: {text}", file=sys.stderr, flush=True)  # noqa: T201 # progress for people
+    print(f"{PROGRESS_PREFIX}{text}", file=sys.stderr, flush=True)  # noqa: T201 # progress for people
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -311,6 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=0, help="the router's port (default: any free one)")
     parser.add_argument("--folder", default="", help="write events to FOLDER/parts and output to FOLDER/logs")
+    parser.add_argument("--run-dir", default="", help="private folder for locks and sockets, with a short path")
     parser.add_argument("--weights-dir", default="", help="where made weights are kept")
     parser.add_argument("--probe-silent-s", type=float, default=ProbeLimits().silent_s,
                         help="kill an engine that is silent for this long")  # fmt: skip
@@ -333,7 +336,7 @@ def main() -> None:
     try:
         sys.exit(asyncio.run(_serve(arguments)))
     except DeploymentError as error:
-        print(f"deployment: {error}", file=sys.stderr)  # noqa: T201 # the one clear line
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)  # noqa: T201 # the one clear line
         sys.exit(error.code)
 
 

@@ -41,7 +41,17 @@ def judge(run: RunFolder) -> list[CheckResult]:
                 found=run.incomplete,
             )
         ]  # fmt: skip
-    return [check(run) for check in CHECKS.values()]
+    return [_judged(name, check, run) for name, check in CHECKS.items()]
+
+
+def _judged(name: str, check: Check, run: RunFolder) -> CheckResult:
+    """Run one check. One that stumbles over what the folder holds has no verdict on it: `error`, and the rest go on."""
+    try:
+        return check(run)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        title = (check.__doc__ or name).partition(".")[0]
+        found = f"the check stumbled over what the folder holds: {type(error).__name__}: {error}"
+        return CheckResult(check=name, title=title, rules=[], verdict=Verdict.ERROR, found=found)
 
 
 def overall(results: list[CheckResult]) -> Verdict:

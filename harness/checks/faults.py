@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from harness.errors import BadRunFolder
 from harness.run_folder import RunFolder
 from harness.scenario import Scenario
 from harness.verdicts import CheckResult, Verdict
@@ -31,4 +32,7 @@ def faults_are_proved(run: RunFolder) -> CheckResult:
 
 def scenario_of(run: RunFolder) -> Scenario:
     """Return the scenario that the run was made from, as its manifest holds it."""
-    return msgspec.convert(run.manifest.configuration["scenario"], Scenario)
+    try:
+        return msgspec.convert(run.manifest.configuration["scenario"], Scenario)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise BadRunFolder(run.path, f"manifest.json holds no usable scenario: {error}") from error

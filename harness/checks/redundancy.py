@@ -10,7 +10,10 @@ from harness.verdicts import CheckResult, Verdict
 
 
 def redundancy_is_restored(run: RunFolder) -> CheckResult:
-    """Fail if after some kill no new shadow was parked. The cold arm has no redundancy to restore."""
+    """Fail if after the last kill no new shadow was parked; inconclusive if an earlier one was not given the time.
+
+    The cold arm has no redundancy to restore.
+    """
     title = "Redundancy is restored after every promotion"
     if run.manifest.arm != Arm.SHADOW:
         return CheckResult(
@@ -19,9 +22,13 @@ def redundancy_is_restored(run: RunFolder) -> CheckResult:
         )  # fmt: skip
     kills = recoveries(run)
     missing = [k.fault_id for k in kills if k.redundancy_s is None]
+    hasty = [k.fault_id for k in kills[:-1] if k.redundancy_s is None]
     restored = spread(k.redundancy_s for k in kills)
     if not kills:
         verdict, found = Verdict.INCONCLUSIVE, "no proved kill"
+    elif missing and missing == hasty:
+        verdict = Verdict.INCONCLUSIVE
+        found = f"the next kill came before a new shadow was parked after {', '.join(hasty)}; leave it more time"
     elif missing:
         verdict, found = Verdict.FAIL, f"no new shadow was parked after {', '.join(missing)}"
     else:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from rich.console import Console
 
 from harness.checks import judge, overall
 from harness.commands.exit_codes import exit_code
+from harness.commands.options import PORT, SEED, TimeScale
 from harness.commands.verdict_table import print_verdicts
 from harness.progress import RunProgress
 from harness.run_folder import RunFolder
@@ -19,14 +24,30 @@ from harness.runner import RunPlan, execute
 from harness.scenario import Arm, load_scenario
 
 
-def run_folder_name(scenario: str, arm: str, seed: int) -> str:
-    """Return a new run folder's name: time, scenario, arm and seed."""
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{scenario}-{arm}-{seed}"  # the user's own clock
+def new_run_folder(parent: Path, scenario: str, arm: str, seed: int) -> Path:
+    """Return the path of a run folder that does not exist yet: time, scenario, arm and seed."""
+    path = parent / f"{datetime.now():%Y%m%d-%H%M%S}-{scenario}-{arm}-{seed}"
+    return path.with_name(f"{path.name}-{os.getpid()}") if path.exists() else path
+
+
+@contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a run as Ctrl-C does: everything that was started is ended first."""
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def perform(plan: RunPlan, console: Console) -> RunFolder:
     """Execute a plan with progress on the terminal, judge it, write the verdicts, and return the folder."""
-    with RunProgress(console, plan.arm) as progress:
+    with RunProgress(console, plan.arm) as progress, ended_like_ctrl_c():
         run = asyncio.run(execute(plan, progress))
         progress.say("judging")
         run.write_verdicts(judge(run))
@@ -38,18 +59,18 @@ def perform(plan: RunPlan, console: Console) -> RunFolder:
 @click.option("--arm", type=click.Choice([a.value for a in Arm]), default=Arm.SHADOW.value, show_default=True,
               help="what stands behind an engine")  # fmt: skip
 @click.option("--profile", default="default", show_default=True, help="compute profile: a name or a .toml file")
-@click.option("--time-scale", type=click.FloatRange(min=0, min_open=True, max=1000), default=1.0, show_default=True,
+@click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="of all chance")
+@click.option("--seed", type=SEED, default=1, show_default=True, help="of all chance")
 @click.option("--out", type=click.Path(path_type=Path), default=None,
               help="the run folder to make; default: a new one under runs/")  # fmt: skip
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="the router's port; default: any free one")
+@click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")
 def command(scenario: str, arm: str, profile: str, time_scale: float, seed: int, out: Path | None, port: int) -> int:
     """Run SCENARIO (a name from `pdproof list`, or a .toml file), judge it, and print the verdicts."""
     data = load_scenario(scenario)
     plan = RunPlan(
         scenario=data, arm=Arm(arm), profile=profile, time_scale=time_scale, seed=seed, port=port,
-        folder=out or Path("runs", run_folder_name(data.name, arm, seed)), command=["pdproof", *sys.argv[1:]],
+        folder=out or new_run_folder(Path("runs"), data.name, arm, seed), command=["pdproof", *sys.argv[1:]],
     )  # fmt: skip
     console = Console(stderr=True)
     run = perform(plan, console)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -13,9 +16,10 @@ import msgspec
 from faults.fault import ProcessRef
 from harness.errors import StartFailed
 from harness.scenario import Arm
-from reference_impl.deployment import Announcement
+from reference_impl.deployment import ERROR_PREFIX, PROGRESS_PREFIX, Announcement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.processes import end_child
+from reference_impl.rules.lifecycle import EngineState
 
 START_LIMIT_S: Final = 900.0
 STOP_LIMIT_S: Final = 20.0
@@ -30,6 +34,8 @@ class ReferenceTarget:
             "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
             "--end-with-stdin",
         ]  # fmt: skip
+        self._run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
+        self._arguments += ["--run-dir", str(self._run_dir)]
         self._child: asyncio.subprocess.Process | None = None
         self._announcement: Announcement | None = None
         self._watching: asyncio.Task[str] | None = None
@@ -50,9 +56,9 @@ class ReferenceTarget:
         except TimeoutError as error:
             raise StartFailed(f"the deployment was not ready within {START_LIMIT_S:g} s") from error
         if not line:
-            await child.wait()
-            failure = StartFailed(await self._watching or f"the deployment ended with {child.returncode}")
-            failure.exit_code = child.returncode or failure.exit_code
+            failure = StartFailed(await self.ended())
+            if child.returncode is not None and child.returncode > 0:
+                failure.exit_code = child.returncode
             raise failure
         self._announcement = msgspec.json.decode(line, type=Announcement)
         return self._announcement
@@ -61,8 +67,11 @@ class ReferenceTarget:
         """Return when the deployment has ended by itself, with its last word."""
         if self._child is None or self._watching is None:
             raise RuntimeError("start comes before ended")
-        await self._child.wait()
-        return await self._watching or f"the deployment ended with {self._child.returncode}"
+        code = await self._child.wait()
+        error = await self._watching
+        if code < 0:
+            return f"the deployment was ended by {signal.Signals(-code).name}"
+        return error or f"the deployment ended with {code}"
 
     @property
     def pid(self) -> int | None:
@@ -90,11 +99,18 @@ class ReferenceTarget:
             found += [(worker_id, p) for p in status.processes] if status else []
         return found
 
-    def find(self, *, role: str, state: str, worker_id: str) -> ProcessRef | None:
-        """Return a process of this role and state in this worker, None if there is none."""
+    def active_engine(self, worker_id: str) -> ProcessRef | None:
+        """Return the engine of this worker that is awake, None if there is none."""
+        return self._engine(worker_id, EngineState.ACTIVE)
+
+    def parked_engine(self, worker_id: str) -> ProcessRef | None:
+        """Return the shadow of this worker, None if none is parked."""
+        return self._engine(worker_id, EngineState.STANDBY)
+
+    def _engine(self, worker_id: str, state: EngineState) -> ProcessRef | None:
         for worker, p in self.processes():
-            if (worker, p.role, p.state) == (worker_id, role, state):
-                return ProcessRef(name=p.name, role=role, worker_id=worker, pid=p.pid, start_ticks=p.start_ticks)
+            if (worker, p.role, p.state) == (worker_id, "engine", state):
+                return ProcessRef(name=p.name, role=p.role, worker_id=worker, pid=p.pid, start_ticks=p.start_ticks)
         return None
 
     async def stop(self) -> None:
@@ -103,12 +119,16 @@ class ReferenceTarget:
             await end_child(self._child, STOP_LIMIT_S)  # if it must be killed, its children die with it
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
 async def _relay(stream: asyncio.StreamReader, progress: Callable[[str], None]) -> str:
-    """Pass on what the deployment says of its progress; return its last line."""
-    last = ""
+    """Pass on what the deployment says of its progress; return its error, "" if it told none."""
+    error = ""
     async for line in stream:
-        last = line.decode(errors="replace").strip().removeprefix("deployment: ")
-        progress(last)
-    return last
+        text = line.decode(errors="replace").strip()
+        if text.startswith(ERROR_PREFIX):
+            error = text.removeprefix(ERROR_PREFIX)
+        else:
+            progress(text.removeprefix(PROGRESS_PREFIX))
+    return error

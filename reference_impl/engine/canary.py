@@ -6,7 +6,6 @@ from typing import Final
 
 import numpy as np
 
-from reference_impl.engine.core import Sequence
 from reference_impl.engine.loop import StepLoop
 from reference_impl.oracle import Weights, expected_answers
 
@@ -23,7 +22,7 @@ class Canary:
 
     async def ask(self, loop: StepLoop) -> bool:
         """Run the canary through the engine's own step loop; return whether its answer is right."""
-        stream = loop.submit(Sequence("canary", PROMPT, OUTPUT_TOKENS), interval_tokens=1)
+        stream = loop.submit("canary", PROMPT, OUTPUT_TOKENS, interval_tokens=1)
         answer: list[int] = []
         while len(answer) < OUTPUT_TOKENS:
             answer += (await stream.next()).tokens

@@ -110,14 +110,18 @@ class EngineCore:
         """Whether a step would do anything."""
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ValueError if it could never run."""
+    def sequence(self, request_id: str, prompt: Ints, output_tokens_max: int) -> Sequence:
+        """Queue a new sequence and return it. Raises ValueError, before any memory is taken, if it could never run."""
         limit = min(self.profile.context_tokens_max, self.pool.blocks * BLOCK_TOKENS)
-        if not sequence.prompt_tokens or not sequence.output_tokens_max:
+        if not len(prompt) or output_tokens_max < 1:
             raise ValueError("a request needs one prompt token and one output token at least")
-        if len(sequence.tokens) > limit:
-            raise ValueError(f"prompt and answer of {len(sequence.tokens)} tokens exceed the context of {limit}")
+        if len(prompt) + output_tokens_max > limit:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and an answer of {output_tokens_max} exceed the context of {limit}"
+            )
+        sequence = Sequence(request_id, prompt, output_tokens_max)
         self.waiting.append(sequence)
+        return sequence
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence, wherever it is, and free its blocks. Harmless when it has ended."""

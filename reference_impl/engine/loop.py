@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from reference_impl.content import Ints
 from reference_impl.engine.core import EngineCore, Sequence
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import NS_PER_S, s_to_ns
@@ -56,9 +57,11 @@ class StepLoop:
         self._work = asyncio.Event()
         self.steps = 0
 
-    def submit(self, sequence: Sequence, *, interval_tokens: int | None = None) -> TokenStream:
-        """Queue a sequence and return its answer's stream. Raises ValueError if it could never run."""
-        self.core.add(sequence)
+    def submit(
+        self, request_id: str, prompt: Ints, output_tokens_max: int, *, interval_tokens: int | None = None
+    ) -> TokenStream:
+        """Queue a request and return its answer's stream. Raises ValueError if it could never run."""
+        sequence = self.core.sequence(request_id, prompt, output_tokens_max)
         stream = TokenStream(sequence, interval_tokens or self.core.profile.stream_interval_tokens)
         self._streams[id(sequence)] = stream
         self._work.set()

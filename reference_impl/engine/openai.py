@@ -46,7 +46,7 @@ class Body(msgspec.Struct, frozen=True):
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     n: int | None = 1
@@ -78,6 +78,8 @@ def parse(raw: bytes, *, chat: bool, model: str) -> Parsed:
         raise RequestError(str(error), _field(str(error))) from error
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
     if body.model is not None and body.model != model:
         raise RequestError(f"model {body.model!r} is not served here; {model!r} is", "model")
     if body.n not in (None, 1):
@@ -93,7 +95,7 @@ def parse(raw: bytes, *, chat: bool, model: str) -> Parsed:
     return Parsed(
         prompt=_chat_prompt(body) if chat else _prompt(body.prompt),
         max_tokens=max_tokens,
-        stream=body.stream,
+        stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         return_token_ids=bool(body.return_token_ids),
         chat=chat,

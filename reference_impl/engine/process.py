@@ -21,7 +21,7 @@ import uvloop
 from reference_impl.content import BLOCK_WORDS
 from reference_impl.engine.canary import Canary
 from reference_impl.engine.config import MODEL_NAME, EngineConfig, EngineStatus
-from reference_impl.engine.core import EngineCore, Sequence
+from reference_impl.engine.core import EngineCore
 from reference_impl.engine.loop import StepLoop
 from reference_impl.engine.memory import EngineMemory, PrivateMemory, SharedMemory
 from reference_impl.engine.metrics import EngineMetrics
@@ -232,9 +232,9 @@ def warm_up(profile: Profile, memory: EngineMemory) -> None:
     scratch = msgspec.structs.replace(profile, kv_blocks=blocks)
     core = EngineCore(scratch).bind(np.zeros((blocks, BLOCK_WORDS), np.uint64), memory.weights)
     prompt = np.arange(min(profile.chunk_tokens * 2, profile.context_tokens_max // 2), dtype=np.int64) % 4096
-    core.add(Sequence("warm-up long", prompt, 32))
+    core.sequence("warm-up long", prompt, 32)
     for length in range(1, 33):
-        core.add(Sequence(f"warm-up {length}", prompt[:length], 4))
+        core.sequence(f"warm-up {length}", prompt[:length], 4)
     while core.has_work:
         core.step()
 

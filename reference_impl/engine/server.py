@@ -14,7 +14,6 @@ from aiohttp import web
 
 from reference_impl.content import BLOCK_TOKENS
 from reference_impl.engine import openai
-from reference_impl.engine.core import Sequence
 from reference_impl.engine.loop import StepLoop, TokenStream
 from reference_impl.engine.metrics import EngineMetrics
 from reference_impl.error_body import error_body
@@ -62,10 +61,8 @@ class EngineServer:
             return self._error(503, f"this engine is {self._metrics.state}, not active", "unavailable")
         try:
             parsed = openai.parse(await request.read(), chat=chat, model=self._model)
-            stream = loop.submit(
-                Sequence(uuid4().hex, parsed.prompt, parsed.max_tokens),
-                interval_tokens=None if parsed.stream else parsed.max_tokens,
-            )
+            interval = None if parsed.stream else parsed.max_tokens
+            stream = loop.submit(uuid4().hex, parsed.prompt, parsed.max_tokens, interval_tokens=interval)
         except openai.RequestError as error:
             return self._error(400, str(error), "invalid_request_error", error.param)
         except ValueError as error:

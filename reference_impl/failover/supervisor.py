@@ -129,7 +129,7 @@ class Supervisor:
                 log = Path(self._config.logs_dir, f"{dead.info.name}.log")
                 raise WorkerFailed(
                     f"worker {self._config.worker_id}: {self._failed_starts} engines in a row died while starting; "
-                    f"the last one's output is in {log}"
+                    f"the last one's last word was {last_line(log)!r}, all of it is in {log}"
                 )
             await asyncio.sleep(BACKOFF_S * 2**self._failed_starts)
             return
@@ -272,6 +272,12 @@ class Supervisor:
         for handle in self._engines.values():
             handle.kill()
         await asyncio.gather(*(h.process.wait() for h in self._engines.values()))
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a log, "" if it has none."""
+    lines = path.read_text(errors="replace").strip().splitlines() if path.is_file() else []
+    return lines[-1] if lines else ""
 
 
 async def _main(config: WorkerConfig) -> int:

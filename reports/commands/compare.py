@@ -9,7 +9,8 @@ import click
 from rich.console import Console
 
 from harness.commands.exit_codes import exit_code
-from harness.commands.run import perform, run_folder_name
+from harness.commands.options import PORT, SEED, TimeScale
+from harness.commands.run import new_run_folder, perform
 from harness.commands.verdict_table import print_verdicts
 from harness.errors import BadInput
 from harness.run_folder import RunFolder
@@ -29,12 +30,12 @@ def default_scenario(profile: Profile) -> str:
 @click.option("--scenario", default="", help="default: kill-active; for profiles that emulate their cold start "
               "kill-active-600s")  # fmt: skip
 @click.option("--profile", default="default", show_default=True, help="compute profile: a name or a .toml file")
-@click.option("--time-scale", type=click.FloatRange(min=0, min_open=True, max=1000), default=1.0, show_default=True,
+@click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="of all chance")
+@click.option("--seed", type=SEED, default=1, show_default=True, help="of all chance")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("out/compare"), show_default=True,
               help="folder for index.html and summary.json; the two run folders go below it")  # fmt: skip
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="the router's port; default: any free one")
+@click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")
 def command(scenario: str, profile: str, time_scale: float, seed: int, out: Path, port: int) -> int:
     """Kill engines of a cold-restart deployment and of one with shadows, under the same load; write one page.
 
@@ -59,7 +60,7 @@ def _run(
 ) -> RunFolder:
     plan = RunPlan(
         scenario=scenario, arm=arm, profile=profile, time_scale=time_scale, seed=seed, port=port,
-        folder=out / "runs" / run_folder_name(scenario.name, arm, seed), command=["pdproof", *sys.argv[1:]],
+        folder=new_run_folder(out / "runs", scenario.name, arm, seed), command=["pdproof", *sys.argv[1:]],
     )  # fmt: skip
     return perform(plan, console)
 

@@ -46,9 +46,7 @@ def answer(sequence: Sequence) -> list[int]:
 )
 def test_whatever_runs_together_each_answer_is_the_oracles(lengths: list[tuple[int, int]], seed: int) -> None:
     core, _ = make_core()
-    sequences = [Sequence(str(i), prompt(n, abs(seed) + i), out) for i, (n, out) in enumerate(lengths)]
-    for sequence in sequences:
-        core.add(sequence)
+    sequences = [core.sequence(str(i), prompt(n, abs(seed) + i), out) for i, (n, out) in enumerate(lengths)]
     run(core)
     expected = expected_answers(
         [s.tokens[: s.prompt_tokens] for s in sequences], [s.output_tokens_max for s in sequences], WEIGHTS
@@ -59,10 +57,9 @@ def test_whatever_runs_together_each_answer_is_the_oracles(lengths: list[tuple[i
 
 def test_a_cached_prefix_gives_the_same_answer_and_is_counted() -> None:
     core, _ = make_core()
-    first, second = Sequence("a", prompt(200), 8), Sequence("b", prompt(200), 8)
-    core.add(first)
+    first = core.sequence("a", prompt(200), 8)
     run(core)
-    core.add(second)
+    second = core.sequence("b", prompt(200), 8)
     run(core)
     assert answer(first) == answer(second)
     assert second.cached_tokens == (200 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -71,8 +68,7 @@ def test_a_cached_prefix_gives_the_same_answer_and_is_counted() -> None:
 def half_way(length: int = 600) -> tuple[EngineCore, Words, Sequence, list[int]]:
     """A core whose one request has its prefill behind it, and the right answer."""
     core, kv = make_core()
-    sequence = Sequence("a", prompt(length), 64)
-    core.add(sequence)
+    sequence = core.sequence("a", prompt(length), 64)
     while sequence.computed < length - 1 or not sequence.output_tokens:
         core.step()
     return core, kv, sequence, expected_answers([prompt(length)], [64], WEIGHTS)[0].tolist()
@@ -113,8 +109,7 @@ def test_a_block_of_another_request_shows_in_the_very_first_token() -> None:
     wrong = 0
     for block in range(20):
         core, kv = make_core(PROFILE)
-        sequence = Sequence("a", prompt(330), 1)
-        core.add(sequence)
+        sequence = core.sequence("a", prompt(330), 1)
         while sequence.computed < 320:
             core.step()
         kv[sequence.blocks[block]] = kv[sequence.blocks[(block + 7) % 20]]
@@ -126,9 +121,7 @@ def test_a_block_of_another_request_shows_in_the_very_first_token() -> None:
 def test_aborting_at_any_moment_returns_every_block() -> None:
     for steps in range(12):
         core, _ = make_core()
-        sequences = [Sequence(str(i), prompt(150, i), 5) for i in range(10)]
-        for sequence in sequences:
-            core.add(sequence)
+        sequences = [core.sequence(str(i), prompt(150, i), 5) for i in range(10)]
         for _ in range(steps):
             core.step()
         for sequence in sequences[::2]:
@@ -142,18 +135,19 @@ def test_aborting_at_any_moment_returns_every_block() -> None:
 
 def test_more_requests_than_fit_wait_and_all_are_answered() -> None:
     core, _ = make_core()
-    sequences = [Sequence(str(i), prompt(1000, i), 3) for i in range(9)]  # 63 blocks each: four fit
-    for sequence in sequences:
-        core.add(sequence)
+    sequences = [core.sequence(str(i), prompt(1000, i), 3) for i in range(9)]  # 63 blocks each: four fit
     core.step()
     assert 0 < len(core.running) < 9
     run(core)
     assert all(s.finished for s in sequences)
 
 
-@pytest.mark.parametrize(("prompt_tokens", "out", "message"), [(0, 1, "one prompt token"), (2048, 1, "exceed")])
+@pytest.mark.parametrize(
+    ("prompt_tokens", "out", "message"),
+    [(0, 1, "one prompt token"), (2048, 1, "exceed"), (1, 10**15, "exceed"), (1, 10**30, "exceed")],
+)
 def test_what_could_never_run_is_refused(prompt_tokens: int, out: int, message: str) -> None:
     core, _ = make_core()
     with pytest.raises(ValueError, match=message):
-        core.add(Sequence("a", prompt(prompt_tokens), out))
+        core.sequence("a", prompt(prompt_tokens), out)
     assert not core.has_work

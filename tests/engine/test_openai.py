@@ -33,6 +33,7 @@ def test_a_chat_becomes_a_prompt() -> None:
         (b"", None, "not JSON"),
         (b"\xff\xfe", None, "not JSON"),
         (b"[]", None, "object"),
+        (b'{"x": ' + b"[" * 100_000, None, "nested"),
         (body(), "prompt", "not empty"),
         (body(prompt=[]), "prompt", "not empty"),
         (body(prompt=""), "prompt", "not empty"),

@@ -110,6 +110,9 @@ async def test_chat_streams_too(engine: Running) -> None:
         (b'{"prompt": [99999]}', 400, "prompt"),
         (b'{"prompt": "a", "max_tokens": "x"}', 400, "max_tokens"),
         (json.dumps({"prompt": PROMPT, "max_tokens": 2000}).encode(), 400, "prompt"),
+        (json.dumps({"prompt": PROMPT, "max_tokens": 10**12}).encode(), 400, "prompt"),
+        (json.dumps({"prompt": PROMPT, "max_tokens": 10**30}).encode(), 400, "prompt"),
+        (b'{"x": ' + b"[" * 100_000, 400, None),
         (b"x" * (BODY_BYTES_MAX + 1), 413, None),
     ],
 )

@@ -135,6 +135,10 @@ def no_new_shadow(h: History) -> None:
     h.drop(lambda e: e.kind is EventKind.ENGINE_ASLEEP and e.subject == "w0-e4")
 
 
+def next_kill_too_soon(h: History) -> None:
+    h.drop(lambda e: e.kind is EventKind.ENGINE_ASLEEP and e.subject == "w0-e3")
+
+
 def old_shadow_only(h: History) -> None:
     """Something parked, but it was there before the kill: no new redundancy."""
     h.drop(lambda e: e.kind is EventKind.PROCESS_STARTED and e.subject == "w0-e4")
@@ -195,6 +199,7 @@ TWINS: list[tuple[str, Mutation, Verdict]] = [
     ("one-awake", speak_from_the_grave, FAIL),
     ("one-awake", never_promoted, UNSURE),
     ("redundancy", no_new_shadow, FAIL),
+    ("redundancy", next_kill_too_soon, UNSURE),
     ("redundancy", old_shadow_only, FAIL),
     ("redundancy", never_inject, UNSURE),
     ("resources", second_copy, FAIL),
@@ -246,3 +251,15 @@ def test_verdicts_are_kept_in_the_folder(tmp_path: Path) -> None:
     kept: list[CheckResult] = type(run)(run.path).verdicts
     assert [r.check for r in kept] == list(CHECKS)
     assert overall(kept) is Verdict.PASS
+
+
+def test_a_check_that_stumbles_is_an_error_and_the_rest_go_on(tmp_path: Path) -> None:
+    history = History()
+    history.events = [
+        msgspec.structs.replace(e, detail={}) if e.kind is EventKind.ENGINE_AWAKE else e for e in history.events
+    ]
+    results = {r.check: r for r in judge(history.write(tmp_path / "run"))}
+    assert results["one-awake"].verdict is Verdict.ERROR
+    assert "KeyError" in results["one-awake"].found
+    assert results["content"].verdict is Verdict.PASS
+    assert overall(list(results.values())) is Verdict.ERROR

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -41,6 +43,22 @@ seconds = 5
 """
 
 
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A quick run in its baseline phase, and every process below it; its temporary files go into `folder`."""
+    (folder / "quick.toml").write_text(QUICK)
+    command = [PDPROOF, "run", "quick.toml", "--profile", "tiny", "--out", "run"]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stderr is not None
+        for line in child.stderr:
+            if "baseline" in line:
+                break
+        below = psutil.Process(child.pid).children(recursive=True)
+        assert len(below) > 8
+        yield child, below
+
+
 def pdproof(*arguments: str, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [PDPROOF, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -68,16 +86,9 @@ def test_a_run_from_end_to_end(tmp_path: Path, arm: str) -> None:
 
 
 def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_folder(tmp_path: Path) -> None:
-    (tmp_path / "quick.toml").write_text(QUICK)
-    command = [PDPROOF, "run", "quick.toml", "--profile", "tiny", "--out", "run"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stderr is not None
-        for line in child.stderr:
-            if "baseline" in line:
-                break
-        below = psutil.Process(child.pid).children(recursive=True)
-        assert len(below) > 8
+    with started(tmp_path) as (child, below):
         child.send_signal(signal.SIGINT)
+        assert child.stderr is not None
         rest = child.stderr.read()
         assert child.wait(30) == 130
     assert "interrupted" in rest
@@ -92,19 +103,10 @@ def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_
 
 
 def test_a_harness_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
-    (tmp_path / "quick.toml").write_text(QUICK)
-    command = [PDPROOF, "run", "quick.toml", "--profile", "tiny", "--out", "run"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
-    ) as child:
-        assert child.stderr is not None
-        for line in child.stderr:
-            if "baseline" in line:
-                break
-        below = psutil.Process(child.pid).children(recursive=True)
+    with started(tmp_path) as (child, below):
         child.kill()
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), 20, "all have ended")
-    until(lambda: not list(tmp_path.glob("pdproof-*")), 5, "the deployment's own folder is gone")
+    until(lambda: not list(tmp_path.glob("pdproof-*/*")), 5, "the deployment's own folder is empty or gone")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,12 @@ def test_a_harness_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None
         (["run", "kill-active", "--profile", "nope"], 5, "there are default"),
         (["run", "kill-active", "--arm", "warm"], 2, "--arm"),
         (["run", "kill-active", "--time-scale", "0"], 2, "--time-scale"),
+        (["run", "kill-active", "--time-scale", "nan"], 2, "--time-scale"),
+        (["run", "kill-active", "--time-scale", "1e-9"], 2, "--time-scale"),
         (["run", "kill-active", "--seed", "-1"], 2, "--seed"),
+        (["run", "kill-active", "--seed", "99999999999999999999"], 2, "--seed"),
+        (["run", "kill-active", "--profile", "tiny"], 5, "exceed the context"),
+        (["compare", "--time-scale", "nan"], 2, "--time-scale"),
         (["run", "kill-active", "--out", "."], 5, "exists already"),
         (["check", "nothing"], 5, "no such folder"),
         (["check", "."], 5, "manifest.json"),
@@ -139,12 +146,45 @@ def test_bad_input_gets_one_clear_line_and_its_code(
     assert len([line for line in done.stderr.splitlines() if line and not line.startswith(("Usage", "Try"))]) == 1
 
 
+def test_a_run_told_to_terminate_cleans_up_as_after_ctrl_c(tmp_path: Path) -> None:
+    with started(tmp_path) as (child, below):
+        child.terminate()
+        assert child.stderr is not None
+        rest = child.stderr.read()
+        assert child.wait(30) == 130
+    assert "interrupted" in rest
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below)
+    assert not list(tmp_path.glob("pdproof-*"))
+
+
+@pytest.mark.parametrize(
+    ("victim", "code", "words"),
+    [
+        ("reference_impl.deployment", 6, "SIGKILL"),
+        ("reference_impl.router", 6, "router ended with -9"),
+        ("-m locust", 4, "the load ended with -9"),
+    ],
+)
+def test_a_part_that_dies_ends_the_run_at_once_with_its_name(
+    tmp_path: Path, victim: str, code: int, words: str
+) -> None:
+    with started(tmp_path) as (child, below):
+        next(p for p in below if victim in " ".join(p.cmdline())).kill()
+        assert child.stderr is not None
+        rest = child.stderr.read()
+        assert child.wait(30) == code, rest
+    assert words in rest.splitlines()[-1]
+    assert "drain" not in rest
+    assert not list(tmp_path.glob("pdproof-*"))
+
+
 def test_a_port_in_use_gets_one_clear_line_and_nothing_is_left(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = pdproof("run", "kill-active", "--profile", "tiny", "--port", port, cwd=tmp_path)
+        (tmp_path / "quick.toml").write_text(QUICK)
+        done = pdproof("run", "quick.toml", "--profile", "tiny", "--port", port, cwd=tmp_path)
     assert done.returncode == 7
     assert f"127.0.0.1:{port}" in done.stderr
     assert "choose another --port" in done.stderr
@@ -155,8 +195,9 @@ def test_a_full_disk_gets_one_clear_line(tmp_path: Path) -> None:
     """/dev/full stands in for a cache folder on a full disk."""
     cache = tmp_path / "cache"
     cache.symlink_to("/dev/full")
+    (tmp_path / "quick.toml").write_text(QUICK)
     done = subprocess.run(
-        [PDPROOF, "run", "kill-active", "--profile", "tiny"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [PDPROOF, "run", "quick.toml", "--profile", "tiny"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=os.environ | {"PDPROOF_CACHE": str(cache)}, check=False,
     )  # fmt: skip
     assert done.returncode == 7

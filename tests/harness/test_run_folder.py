@@ -124,3 +124,21 @@ def test_what_is_no_run_folder_is_said_to_be_none(tmp_path: Path) -> None:
         RunFolder(tmp_path / "nothing")
     with pytest.raises(BadRunFolder, match=r"no manifest\.json"):
         RunFolder(tmp_path)
+
+
+def test_a_column_of_another_type_is_named(tmp_path: Path) -> None:
+    run = clean(tmp_path / "run")
+    rows = run.requests.astype({"intended_ns": "string"})
+    rows.loc[0, "intended_ns"] = "soon"
+    rows.to_parquet(run.path / "requests.parquet")
+    with pytest.raises(BadRunFolder, match=r"requests\.parquet holds values of another type"):
+        _ = RunFolder(run.path).requests
+
+
+@pytest.mark.parametrize("scale", ["0", "-1", "null"])
+def test_a_manifest_that_nobody_could_divide_by_is_refused(tmp_path: Path, scale: str) -> None:
+    run = clean(tmp_path / "run")
+    path = run.path / "manifest.json"
+    path.write_text(path.read_text().replace('"time_scale": 1.0', f'"time_scale": {scale}'))
+    with pytest.raises(BadRunFolder, match=r"manifest\.json"):
+        _ = RunFolder(run.path).manifest

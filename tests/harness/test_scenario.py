@@ -1,0 +1,84 @@
+"""Scenarios are checked at the door: what could not be run is refused before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import BadInput
+from harness.scenario import load_scenario, scenario_names
+
+GOOD = """
+name = "x"
+title = "X"
+{extra}
+[load]
+{load}
+[[phases]]
+name = "baseline"
+seconds = 1
+[[phases]]
+name = "fault"
+seconds = 1
+{fault}
+[[phases]]
+name = "drain"
+seconds = 1
+{drain}
+"""
+
+
+def write(folder: Path, *, extra: str = "", load: str = "", fault: str = "", drain: str = "") -> str:
+    path = folder / "s.toml"
+    path.write_text(GOOD.format(extra=extra, load=load, fault=fault, drain=drain))
+    return str(path)
+
+
+def test_the_scenarios_that_ship_load() -> None:
+    assert {"kill-active", "kill-active-600s"} <= set(scenario_names())
+    for name in scenario_names():
+        assert load_scenario(name).faults > 0
+
+
+def test_a_good_file_loads(tmp_path: Path) -> None:
+    scenario = load_scenario(write(tmp_path, fault='fault = { kind = "kill", worker = "w1" }\nrepeats = 3'))
+    assert (scenario.faults, scenario.load_s) == (3, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"extra": "workers = 0"}, "workers"),
+        ({"extra": "workers = 1000"}, "workers"),
+        ({"extra": "surprise = 1"}, "surprise"),
+        ({"extra": "requests_min = 0"}, "requests_min"),
+        ({"load": "rate_per_s = 0"}, "rate_per_s"),
+        ({"load": "rate_per_s = nan"}, "rate_per_s"),
+        ({"load": "rate_per_s = inf"}, "rate_per_s"),
+        ({"load": 'arrivals = "burst"'}, "arrivals"),
+        ({"load": "input_tokens = 0"}, "input_tokens"),
+        ({"load": "output_tokens = -1"}, "output_tokens"),
+        ({"load": "request_timeout_s = 0"}, "request_timeout_s"),
+        ({"fault": 'fault = { kind = "nuke" }'}, "fault.kind"),
+        ({"fault": 'fault = { kind = "kill", worker = "w9" }'}, "no worker w9"),
+        ({"fault": "repeats = 0"}, "repeats"),
+        ({"drain": "repeats = 2"}, "drain"),
+        ({"drain": 'fault = { kind = "kill" }'}, "drain"),
+        ({"drain": '[[phases]]\nname = "more"\nseconds = 1'}, "named drain"),
+        ({"drain": '[[phases]]\nname = "drain"\nseconds = 1'}, "named drain"),
+    ],
+)
+def test_what_could_not_be_run_is_refused_in_one_line(tmp_path: Path, parts: dict[str, str], words: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_scenario(write(tmp_path, **parts))
+    assert words in str(caught.value)
+    assert "s.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_a_drain_is_no_scenario(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('name = "x"\ntitle = "X"\n[[phases]]\nname = "drain"\nseconds = 1\n')
+    with pytest.raises(BadInput, match="named drain"):
+        load_scenario(str(path))
