@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from importlib.metadata import entry_points
 
@@ -45,6 +46,8 @@ def pdproof() -> None:
 
 def main() -> None:
     """Run a command; every failure that can be foreseen is one clear line and an exit code of its own."""
+    # A shell without job control starts background commands with SIGINT ignored; a run must end by it all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(pdproof.main(standalone_mode=False) or 0)
     except ClickExit as end:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -75,6 +76,8 @@ class LocustLoad:
             raise LoadFailed(
                 f"the load did not end within {limit_s:.0f} s; see {writer.logs / 'locust.log'}"
             ) from error
+        if code < 0:
+            raise LoadFailed(f"the load was ended by {signal.Signals(-code).name}; see {writer.logs / 'locust.log'}")
         if code not in _CODES_OF_A_RUN:
             raise LoadFailed(f"the load ended with {code}: {last_line(writer.logs / 'locust.log')}")
 

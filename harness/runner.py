@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -17,7 +19,7 @@ import psutil
 from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from harness import content, machine
-from harness.errors import BadInput, StartFailed
+from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
 from harness.load import LoadFailed, LocustLoad
 from harness.progress import RunProgress
 from harness.run_folder import Manifest, RunFolder, RunWriter
@@ -34,6 +36,7 @@ from workloads.rows import RequestRecord, read_records
 TARGET_LIMIT_S: Final = 10.0
 CONVERGE_LIMIT_S: Final = 60.0
 AUDIT_S: Final = 1.5
+FULL_BYTES: Final = 64 * 1024
 TICK_S: Final = 0.25
 LOOK_S: Final = 0.05
 
@@ -60,6 +63,10 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
             profile = load_profile(self.profile).scaled(self.time_scale)
         except ProfileError as error:
             raise BadInput(str(error)) from error
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError as error:
+            raise BadInput(f"--out {str(self.folder)!r}: its name is not valid UTF-8; choose another") from error
         load = self.scenario.load
         if load.input_tokens + load.output_tokens > profile.context_tokens_max:
             raise BadInput(
@@ -93,6 +100,24 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 async def execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
     """Run `plan` and return the finished folder. Raises PdproofError; the folder then stays, as incomplete."""
+    try:
+        return await _execute(plan, progress)
+    except (PdproofError, OSError) as error:
+        for place in (plan.folder, Path(tempfile.gettempdir())):
+            if _is_full(place):
+                raise MachineLimit(f"{place}: the disk is full; free some space or choose another folder") from error
+        raise
+
+
+def _is_full(place: Path) -> bool:
+    """Whether so little is free that what went wrong needs no other reason."""
+    try:
+        return shutil.disk_usage(place).free < FULL_BYTES
+    except OSError:
+        return False
+
+
+async def _execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
     writer = RunWriter(plan.folder, plan.manifest())
     target = ReferenceTarget(
         workers=plan.scenario.workers, arm=plan.arm, profile=plan.profile, time_scale=plan.time_scale,

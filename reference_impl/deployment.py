@@ -83,6 +83,7 @@ class Deployment:
     def __init__(self, config: DeploymentConfig) -> None:
         self._config = config
         self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._stopping = False
         self._environment = os.environ | {TOKEN_VARIABLE: secrets.token_hex(32)}
 
     async def start(self, progress: Callable[[str], None] = lambda _: None) -> Announcement:
@@ -91,7 +92,9 @@ class Deployment:
         weights_bytes = config.profile.weights_bytes
         progress(f"weights of {weights_bytes / 2**20:,.0f} MiB")
         try:
-            file = await asyncio.to_thread(ensure_weights, config.weights_dir, WEIGHTS_SEED, weights_bytes)
+            file = await asyncio.to_thread(
+                ensure_weights, config.weights_dir, WEIGHTS_SEED, weights_bytes, self._break_off
+            )
         except WeightsError as error:
             raise DeploymentError(str(error), 7) from error
         progress("router")
@@ -102,6 +105,11 @@ class Deployment:
         await self._until_ready(url, progress)
         weights = Weights(WEIGHTS_SEED, weights_bytes // 8)
         return Announcement(url, MODEL_NAME, weights, str(config.run_dir), self._worker_ids())
+
+    def _break_off(self, _share: float) -> None:
+        """Let a thread that makes weights end when the deployment does."""
+        if self._stopping:
+            raise WeightsError("interrupted while the weights were made")
 
     async def ended(self) -> str:
         """Return when a child has ended by itself, with a sentence that says which."""
@@ -116,6 +124,7 @@ class Deployment:
 
     async def stop(self) -> None:
         """End every child."""
+        self._stopping = True
         await asyncio.gather(*(end_child(child, STOP_LIMIT_S) for child in self._children.values()))
 
     def _worker_ids(self) -> list[str]:

@@ -45,10 +45,10 @@ class DecodeRate(msgspec.Struct, frozen=True):
 
 
 class OverLimit(msgspec.Struct, frozen=True):
-    """Of `n` requests after the first fault, `over` were slower than the limit.
+    """Of `n` requests after the first fault that have a figure to hold against the limit, `over` were slower.
 
-    `undetermined` have no figure to hold against it: they failed (and are counted as failed), or were cut off when the
-    load was stopped, before they were over it.
+    `undetermined` more have none: they failed (and are counted as failed), or were cut off when the load was stopped,
+    before they were over it.
     """
 
     limit: float
@@ -78,7 +78,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     scenario: str
     verdict: Verdict
     reasons: list[str]
-    """Why it is not a pass, beside the verdicts of its checks; empty if nothing stands in the way."""
+    """Why it is not a pass; empty if nothing stands in the way."""
     incomplete: str | None
     kills: int
     recovery_s: Spread
@@ -139,7 +139,7 @@ def _spreads(run: RunFolder, found: list[Recovery]) -> dict[str, Spread]:
 
 
 def _reasons(run: RunFolder, found: list[Recovery]) -> list[str]:
-    """Say what keeps this run from being a pass, whatever its checks said."""
+    """Say what keeps this run from being a pass: the checks that it did not pass, worst first, and what is missing."""
     reasons = [f"The run is incomplete: {run.incomplete}."] if run.incomplete else []
     if not run.verdicts:
         reasons.append("No check has judged this run; `pdproof check` does.")
@@ -153,7 +153,8 @@ def _reasons(run: RunFolder, found: list[Recovery]) -> list[str]:
         reasons.append(f"After {lost} of {len(found)} kills no successor registered.")
     if run.manifest.arm and not found:
         reasons.append("It holds no proved kill, so there is no recovery to measure.")
-    return reasons
+    order = [Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE]
+    return [f"{c.title}: {c.verdict}. {c.found}" for v in order for c in run.verdicts if c.verdict is v] + reasons
 
 
 def _verdict(run: RunFolder, reasons: list[str]) -> Verdict:
@@ -188,7 +189,7 @@ def _ttft_over(run: RunFolder) -> OverLimit:
     waited_ms = rows.ttft_ms.fillna((rows.end_ns - rows.sent_ns) / 1e6)
     late = waited_ms > limit_s * 1000
     open_ = rows.ttft_ms.isna() & ~late
-    return OverLimit(limit_s, int(late.sum()), int(open_.sum()), len(rows))
+    return OverLimit(limit_s, int(late.sum()), int(open_.sum()), int((~open_).sum()))
 
 
 def _decode_under(run: RunFolder) -> OverLimit:
@@ -197,7 +198,7 @@ def _decode_under(run: RunFolder) -> OverLimit:
     rows = by_end(run).after
     slow = rows.mean_decode_gap_ms > 1000.0 / limit
     open_ = rows.mean_decode_gap_ms.isna() & ~slow
-    return OverLimit(limit, int(slow.sum()), int(open_.sum()), len(rows))
+    return OverLimit(limit, int(slow.sum()), int(open_.sum()), int((~open_).sum()))
 
 
 def _full_scale(scale: float, spreads: dict[str, Spread], ttft: Ttft, rate: DecodeRate) -> FullScale:

@@ -21,6 +21,7 @@ def differences(summary: Summary, cold: RunFolder, shadow: RunFolder) -> list[tu
     found = [_what_recovers(summary), _load(summary, cold), _machine(summary, shadow), _kills(summary)]
     if summary.time_scale != 1:
         found.insert(1, _time_scale(summary, cold, shadow))
+    found.append(_failed(summary))
     ttft = _ttft(summary)
     return [*found, ttft] if ttft else found
 
@@ -93,6 +94,16 @@ def _kills(summary: Summary) -> tuple[str, str]:
         "published run has one kill an arm and watches 600 s after it."
     )
     return "Repeats", text
+
+
+def _failed(summary: Summary) -> tuple[str, str]:
+    cold, shadow = summary.cold.requests_failed, summary.shadow.requests_failed
+    text = (
+        f"{cold} without and {shadow} with a shadow: those running on the engine when it died, as many as the "
+        "load happened to have there. A shadow saves none of them; it shortens the time in which the next ones have "
+        "one worker less. The published run does not say how many it lost."
+    )
+    return "Requests failed", text
 
 
 def _ttft(summary: Summary) -> tuple[str, str] | None:

@@ -22,6 +22,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Why it is not a pass, beside the verdicts of the checks."""
     ratio_recovery: float | None
     """Median recovery of the cold starts / median recovery of the shadows."""
+    ratio_recovery_min: float | None
+    """Shortest cold start over longest shadow recovery: the ratio of medians can hide how much single ones vary."""
+    ratio_recovery_max: float | None
     ratio_ttft_p50: float | None
     ratio_decode_rate_p50: float | None
     profile: str
@@ -41,12 +44,16 @@ def summarise(cold: RunFolder, shadow: RunFolder) -> Summary:
             raise BadInput(f"{run.path}: expected a run of the arm {arm!r}, found {found!r}; give the cold run first")
     left, right = summarise_arm(cold), summarise_arm(shadow)
     ratio = _ratio(left.recovery_s.median, right.recovery_s.median)
+    least = _ratio(left.recovery_s.min, right.recovery_s.max)
+    most = _ratio(left.recovery_s.max, right.recovery_s.min)
     reasons = _reasons(cold, shadow, left, right, ratio)
     return Summary(
         format=FORMAT,
         verdict=worst([left.verdict, right.verdict, *([Verdict.INCONCLUSIVE] if reasons else [])]),
         reasons=reasons,
         ratio_recovery=ratio,
+        ratio_recovery_min=least,
+        ratio_recovery_max=most,
         ratio_ttft_p50=_ratio(left.ttft_ms.after_fault.p50, right.ttft_ms.after_fault.p50),
         ratio_decode_rate_p50=_ratio(
             right.decode_rate_tokens_s.after_fault.p50, left.decode_rate_tokens_s.after_fault.p50
@@ -68,10 +75,14 @@ def _ratio(larger: float | None, smaller: float | None) -> float | None:
 def _reasons(cold: RunFolder, shadow: RunFolder, left: ArmSummary, right: ArmSummary, ratio: float | None) -> list[str]:
     reasons = [f"Cold start: {reason}" for reason in left.reasons]
     reasons += [f"Shadow: {reason}" for reason in right.reasons]
-    for name in ("profile", "time_scale", "seed"):
+    for name in ("scenario", "profile", "time_scale", "seed", "commit"):
         ours, theirs = getattr(cold.manifest, name), getattr(shadow.manifest, name)
         if ours != theirs:
             reasons.append(f"The runs differ in {name} ({ours} and {theirs}), so they cannot be compared.")
+    for name in ("configuration", "versions", "machine"):
+        ours, theirs = getattr(cold.manifest, name), getattr(shadow.manifest, name)
+        if other := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
+            reasons.append(f"The runs differ in {name} ({', '.join(other)}), so they cannot be compared.")
     if ratio is None:
         reasons.append("There is no ratio of recoveries: at least one arm measured none.")
     return reasons

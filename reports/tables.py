@@ -53,6 +53,7 @@ def comparison_rows(summary: Summary) -> list[Row]:
         ("Recovery", "fault → successor registered", "recovery_s", ("cold start", "detection", "promotion")),
         ("of it, detection", "fault → lock won (cold: after its start)", "detection_s", ("detection",)),
         ("of it, promotion", "lock won → registered", "promotion_s", ("promotion",)),
+        ("Then, first service", "registered → first token of a user's request", "first_service_s", ("compute time",)),
     ]
     return [
         *[_duration_row(summary, *row) for row in durations],
@@ -67,13 +68,25 @@ def comparison_rows(summary: Summary) -> list[Row]:
 def _duration_row(summary: Summary, title: str, note: str, name: str, parts: tuple[str, ...]) -> Row:
     published = summary.published
     cells = [_spread_cell(summary, arm, name) for arm in (summary.cold, summary.shadow)]
-    ratio = Figure(words.NONE)
+    ratio, below = Figure(words.NONE), []
     if name == "recovery_s":
+        below = _ratio_range(summary)
         ratio = Figure(words.ratio(summary.ratio_recovery), "ratio_recovery", summary.ratio_recovery)
-    theirs = [words.duration(getattr(arm, name)) for arm in (published.cold, published.shadow)]
+    theirs = [words.duration(getattr(arm, name, None)) for arm in (published.cold, published.shadow)]
     theirs_ratio = words.ratio(published.ratio_recovery) if name == "recovery_s" else words.NONE
-    shown = [*cells, Cell("Ratio", ratio, kind="ratio"), *_published(*theirs, theirs_ratio)]
+    shown = [*cells, Cell("Ratio", ratio, below, kind="ratio"), *_published(*theirs, theirs_ratio)]
     return Row(title, note, shown, is_emulated(summary.emulated, *parts))
+
+
+def _ratio_range(summary: Summary) -> list[Figure]:
+    """Return the least and the largest ratio of single recoveries, where there were several."""
+    least, most = summary.ratio_recovery_min, summary.ratio_recovery_max
+    if least is None or most is None or summary.cold.recovery_s.n < 2:
+        return []
+    return [
+        Figure(words.ratio(least), "ratio_recovery_min", least),
+        Figure(words.ratio(most), "ratio_recovery_max", most, before="to"),
+    ]
 
 
 def _spread_cell(summary: Summary, arm: ArmSummary, name: str) -> Cell:

@@ -122,7 +122,7 @@ def comparison_view(cold: RunFolder, shadow: RunFolder, summary: Summary) -> Vie
     view = _view([cold, shadow], [summary.cold, summary.shadow], summary.published)
     return msgspec.structs.replace(
         view, verdict=summary.verdict, lead=comparison_lead(summary),
-        reasons=[*_failed_checks([cold, shadow]), *summary.reasons],
+        reasons=summary.reasons,
         emulated=summary.emulated, sections=[("published", "Beside the published"), *SECTIONS],
         comparison=comparison_rows(summary), differences=differences(summary, cold, shadow),
         published_source=summary.published.source,
@@ -134,16 +134,9 @@ def run_view(run: RunFolder, arm: ArmSummary) -> View:
     return msgspec.structs.replace(
         _view([run], [arm], None),
         lead=run_lead(arm),
-        reasons=[*_failed_checks([run]), *arm.reasons],
+        reasons=arm.reasons,
         run_title=run.manifest.title or run.manifest.scenario,
     )
-
-
-def _failed_checks(runs: list[RunFolder]) -> list[str]:
-    """Say which checks keep the page from a pass, worst first."""
-    results = [(words.arm_title(run.manifest.arm), c) for run in runs for c in run.verdicts]
-    order = [Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE]
-    return [f"{arm}: {c.title}: {c.verdict}. {c.found}" for v in order for arm, c in results if c.verdict is v]
 
 
 def _view(runs: list[RunFolder], arms: list[ArmSummary], published: Published | None) -> View:
@@ -179,7 +172,7 @@ def _limits(arms: list[ArmSummary], published: Published | None) -> list[Limit]:
 
 def _limit_bar(arm: ArmSummary, name: str, published: Published | None) -> LimitBar:
     value: OverLimit = getattr(arm, name)
-    whole = max(1, value.n)
+    whole = max(1, value.n + value.undetermined)
     theirs = None
     if published is not None:
         column = getattr(published, arm.arm)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 from typing import Any, Final, NoReturn
 
@@ -28,6 +29,11 @@ from workloads.session import USAGE, Alone, CannotStart, Master, Worker, checked
 
 logger = logging.getLogger("pdproof")
 NO_DEPLOYMENT: Final = 6
+INTERRUPTED: Final = 130
+
+
+# A shell without job control starts background commands with SIGINT ignored; rows must be flushed all the same.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class PdUser(FastHttpUser):
@@ -50,6 +56,8 @@ def on_init(environment: Any, runner: Any, **_: Any) -> None:
     if parent := os.environ.pop(PARENT_VARIABLE, ""):
         die_with_parent(int(parent))
     if isinstance(runner, WorkerRunner):
+        if environment.parsed_options.processes:  # forked by the master: not to outlive it
+            die_with_parent(os.getppid())
         session: Any = Worker(environment)
     else:
         try:
@@ -83,6 +91,8 @@ def _embed(environment: Any) -> None:
         deployment = embedded.start()
     except embedded.EmbeddedFailed as error:
         _give_up(str(error), NO_DEPLOYMENT)
+    except KeyboardInterrupt:
+        _give_up("interrupted while the embedded deployment was starting; it has been ended", INTERRUPTED)
     atexit.register(deployment.stop)
     environment.host = deployment.url
     environment.parsed_options.model = environment.parsed_options.model or deployment.model

@@ -33,11 +33,26 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A part of a chat message; only text is understood."""
+
+    type: str
+    text: str = ""
+
+
 class Message(msgspec.Struct, frozen=True):
-    """One chat message with plain text."""
+    """One chat message."""
 
     role: str
-    content: str
+    content: str | list[Part]
+
+    def text(self) -> str:
+        """Return its text. Raises RequestError for a part that is none."""
+        if isinstance(self.content, str):
+            return self.content
+        if other := [part.type for part in self.content if part.type != "text"]:
+            raise RequestError(f"a part of type {other[0]!r} is not supported: only text is", "messages")
+        return " ".join(part.text for part in self.content)
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -130,7 +145,7 @@ def _prompt(prompt: str | list[int | str | list[int]] | None) -> Ints:
 def _chat_prompt(body: Body) -> Ints:
     if not body.messages:
         raise RequestError("messages must not be empty", "messages")
-    text = " ".join(f"<{m.role}> {m.content}" for m in body.messages)
+    text = " ".join(f"<{m.role}> {m.text()}" for m in body.messages)
     return np.array(tokens.encode(text), np.int64)
 
 

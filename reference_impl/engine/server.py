@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from reference_impl.content import BLOCK_TOKENS
 from reference_impl.engine import openai
@@ -67,6 +68,8 @@ class EngineServer:
             return self._error(400, str(error), "invalid_request_error", error.param)
         except ValueError as error:
             return self._error(400, str(error), "invalid_request_error", "messages" if chat else "prompt")
+        except (web.RequestPayloadError, ContentEncodingError) as error:
+            return self._error(400, f"the body cannot be read: {error}", "invalid_request_error")
         except web.HTTPRequestEntityTooLarge:
             return self._error(413, f"the body is larger than {BODY_BYTES_MAX} bytes", "invalid_request_error")
         writer = openai.Writer(f"cmpl-{stream.sequence.request_id}", parsed, self._model, wall_ns() // 1_000_000_000)

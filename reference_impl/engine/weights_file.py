@@ -38,7 +38,8 @@ def weights_path(folder: Path, seed: int, size_bytes: int) -> Path:
 def ensure_weights(folder: Path, seed: int, size_bytes: int, progress: Callable[[float], None] | None = None) -> Path:
     """Return the path of the weights, making the file first if it is not there whole.
 
-    Raises WeightsError when the disk does not take it; a half-made file is never left under the final name.
+    `progress` is told the share that is made; it may raise WeightsError to break off. Raises WeightsError when the disk
+    does not take it; a half-made file is never left under the final name.
     """
     path = weights_path(folder, seed, size_bytes)
     if path.is_file() and path.stat().st_size == size_bytes and _sidecar(path).is_file():
@@ -60,11 +61,13 @@ def ensure_weights(folder: Path, seed: int, size_bytes: int, progress: Callable[
     except OSError as error:
         raise WeightsError(
             f"weights {path}: cannot be written: {error.strerror}; free {size_bytes / 2**20:,.0f} MiB there, "
-            "or name another folder with --weights-dir"
+            "or name another folder with PDPROOF_CACHE"
         ) from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+            if not path.exists():
+                _sidecar(path).unlink(missing_ok=True)
     return path
 
 

@@ -24,6 +24,7 @@ from reference_impl.failover.prober import Prober
 from reference_impl.failover.worker import ProcessInfo, WorkerConfig, WorkerStatus, write_status
 from reference_impl.processes import die_with_parent, end_child
 from reference_impl.realclock import now_ns
+from reference_impl.rules.clock import NS_PER_S
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.lifecycle import EngineState
 
@@ -33,6 +34,8 @@ FAILED_STARTS_MAX: Final = 5
 BACKOFF_S: Final = 0.2
 STOP_LIMIT_S: Final = 5.0
 READY_LIMIT_S: Final = 20.0
+START_SILENT_LIMIT_NS: Final = 30 * NS_PER_S
+"""An engine that is still starting is not called hung before this."""
 
 
 class WorkerFailed(Exception):
@@ -45,6 +48,8 @@ class EngineHandle:
     def __init__(self, process: asyncio.subprocess.Process, info: ProcessInfo, ticks: TickPage, status_fd: int) -> None:
         self.process = process
         self.info = info
+        self.hung = False
+        """Whether the probe has ended it."""
         self._ticks = ticks
         self._status_fd = status_fd
 
@@ -129,7 +134,7 @@ class Supervisor:
                 log = Path(self._config.logs_dir, f"{dead.info.name}.log")
                 raise WorkerFailed(
                     f"worker {self._config.worker_id}: {self._failed_starts} engines in a row died while starting; "
-                    f"the last one's last word was {last_line(log)!r}, all of it is in {log}"
+                    f"the last one {'hung' if dead.hung else 'said: ' + (last_line(log) or 'nothing')}; see {log}"
                 )
             await asyncio.sleep(BACKOFF_S * 2**self._failed_starts)
             return
@@ -181,28 +186,46 @@ class Supervisor:
         return handle
 
     async def _watch(self, handle: EngineHandle) -> None:
-        """Follow an engine to its end."""
+        """Follow an engine to its end, or end it when this task is cancelled."""
         name = handle.info.name
-        prober = Prober(handle.info.pid, handle.ticks, lambda silent_ms: self._hung(handle, silent_ms),
-                        self._config.probe)  # fmt: skip
-        probing = asyncio.create_task(prober.run())
+        probing = asyncio.create_task(self._probe(handle))
         following = asyncio.create_task(self._follow(handle))
         try:
+            await handle.process.wait()
+        finally:
+            handle.kill()
             status = await handle.process.wait()
             self._events.say(EventKind.PROCESS_EXITED, name, pid=handle.info.pid, status=status,
                              worker_id=self._config.worker_id)  # fmt: skip
             await asyncio.wait([following], timeout=1.0)  # what it said last is still in the pipe
-        finally:
             probing.cancel()
             following.cancel()
             await asyncio.gather(probing, following, return_exceptions=True)
-            handle.kill()
-            await handle.process.wait()
             del self._engines[name]
             handle.close()
             self._publish()
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _probe(self, handle: EngineHandle) -> None:
+        """Kill the engine when it hangs. One that is starting may be silent for long: it waits for disk and for CPU."""
+        begun_ns = now_ns()
+        while True:
+            silent: list[int] = []
+
+            async def note(silent_ms: int, silent: list[int] = silent) -> None:
+                silent.append(silent_ms)
+
+            await Prober(handle.info.pid, handle.ticks, note, self._config.probe).run()
+            if not silent:
+                return
+            starting = handle.info.state == EngineState.INIT
+            if not starting or now_ns() - begun_ns > START_SILENT_LIMIT_NS:
+                break
+        self._events.say(EventKind.PROCESS_HUNG, handle.info.name, pid=handle.info.pid, silent_ms=silent[0],
+                         worker_id=self._config.worker_id)  # fmt: skip
+        handle.hung = True
+        handle.kill()
 
     async def _follow(self, handle: EngineHandle) -> None:
         """Take in what the engine says of its state, until its pipe ends."""
@@ -215,11 +238,6 @@ class Supervisor:
             self._publish()
             async with self._changed:
                 self._changed.notify_all()
-
-    async def _hung(self, handle: EngineHandle, silent_ms: int) -> None:
-        self._events.say(EventKind.PROCESS_HUNG, handle.info.name, pid=handle.info.pid, silent_ms=silent_ms,
-                         worker_id=self._config.worker_id)  # fmt: skip
-        handle.kill()
 
     async def _start_memory_service(self) -> asyncio.subprocess.Process:
         config = self._config
@@ -238,7 +256,8 @@ class Supervisor:
         if line.strip() != b"ready":
             await end_child(process, STOP_LIMIT_S)
             log = Path(config.logs_dir, f"{name}.log")
-            raise WorkerFailed(f"worker {config.worker_id}: the memory service did not come up; see {log}")
+            word = last_line(log) or "it said nothing"
+            raise WorkerFailed(f"worker {config.worker_id}: the memory service did not come up: {word}; see {log}")
         self._memory = ProcessInfo(
             name=name, role="memory-service", pid=process.pid, start_ticks=start_ticks(process.pid) or 0
         )

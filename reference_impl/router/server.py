@@ -13,6 +13,7 @@ from typing import Final
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from reference_impl.error_body import error_body
 from reference_impl.event_log import EventLog
@@ -58,7 +59,10 @@ class Router:
         await self._session.close()
 
     async def _proxy(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
+        try:
+            body = await request.read()
+        except (web.RequestPayloadError, ContentEncodingError) as error:
+            return _error(400, f"the body cannot be read: {error}")
         route = self._table.choose()
         if route is None or self._session is None:
             self._outcomes["no_worker"] += 1

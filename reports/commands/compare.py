@@ -69,5 +69,7 @@ def _print_result(console: Console, summary: Summary, out: Path) -> None:
     ratio = "no ratio" if summary.ratio_recovery is None else f"{summary.ratio_recovery:.0f} times"
     cold, shadow = summary.cold.recovery_s.median, summary.shadow.recovery_s.median
     times = "" if cold is None or shadow is None else f" ({cold:.3f} s against {shadow:.3f} s)"
-    console.print(f"[bold]{summary.verdict}[/]: cold start against shadow recovery: {ratio}{times}", highlight=False)
+    emulated = " (cold start emulated)" if any(line.startswith("cold start") for line in summary.emulated) else ""
+    result = f"[bold]{summary.verdict}[/]: cold start against shadow recovery: {ratio}{times}{emulated}"
+    console.print(result, highlight=False, soft_wrap=True)
     console.print(f"page: {(out / 'index.html').resolve()}", highlight=False, soft_wrap=True)

@@ -59,6 +59,16 @@ def test_what_is_wrong_is_named(raw: bytes, param: str | None, words: str) -> No
     assert "\n" not in str(caught.value)
 
 
+def test_a_chat_message_may_come_in_parts() -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]
+    whole = parse(body(messages=[{"role": "user", "content": "hello there"}]), chat=True, model="m")
+    assert parse(body(messages=[{"role": "user", "content": parts}]), chat=True, model="m").prompt.tolist() == (
+        whole.prompt.tolist()
+    )
+    with pytest.raises(RequestError, match="image_url"):
+        parse(body(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), chat=True, model="m")
+
+
 def test_a_chat_without_messages_is_refused() -> None:
     with pytest.raises(RequestError, match="messages"):
         parse(body(prompt=[1]), chat=True, model="m")

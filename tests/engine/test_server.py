@@ -126,6 +126,12 @@ async def test_a_bad_body_gets_a_4xx_that_names_the_field_and_the_engine_goes_on
     assert (await engine.post(prompt=PROMPT, max_tokens=1))[0] == 200
 
 
+async def test_a_body_that_is_not_as_encoded_as_it_says_gets_400(engine: Running) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with engine.session.post(engine.url + "/v1/completions", data=b"not gzip", headers=headers) as response:
+        assert response.status == 400
+
+
 async def test_an_engine_that_is_not_active_serves_nothing(engine: Running) -> None:
     """KVC-SHDW-001."""
     engine.metrics.state = EngineState.STANDBY

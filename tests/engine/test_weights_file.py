@@ -49,5 +49,5 @@ def test_damage_is_noticed(tmp_path: Path, damage: object, words: str) -> None:
 def test_a_folder_that_takes_nothing_gives_one_clear_line(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    with pytest.raises(WeightsError, match="--weights-dir"):
+    with pytest.raises(WeightsError, match="PDPROOF_CACHE"):
         ensure_weights(blocked / "below", 3, SIZE)

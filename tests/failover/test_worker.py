@@ -118,6 +118,25 @@ async def test_a_stopped_engine_is_killed_and_replaced(folder: Path) -> None:
         assert await worker.answer() == right()
 
 
+async def test_an_engine_that_starts_slowly_and_silently_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for disk or for a core: neither ticks nor CPU time, and yet no hang."""
+    monkeypatch.setattr(Supervisor, "ENGINE_MODULE", "tests.failover.slow_engine")
+    async with Worker(folder, shadow=False, probe=ProbeLimits(silent_s=0.4, interval_s=0.05)) as worker:
+        assert (await worker.in_state("active")).name == "w0-e1"
+        assert worker.events(EventKind.PROCESS_HUNG) == []
+
+
+async def test_an_engine_that_hangs_while_it_starts_is_killed_after_its_longer_limit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "ENGINE_MODULE", "tests.failover.slow_engine")
+    monkeypatch.setattr("reference_impl.failover.supervisor.START_SILENT_LIMIT_NS", 1)
+    async with Worker(folder, shadow=False, probe=ProbeLimits(silent_s=0.4, interval_s=0.05)) as worker:
+        await until_async(lambda: worker.events(EventKind.PROCESS_HUNG), 10, "the hang is told")
+
+
 async def test_a_stopped_shadow_is_replaced_too(folder: Path) -> None:
     async with Worker(folder, probe=ProbeLimits(silent_s=0.8, interval_s=0.05)) as worker:
         active, shadow = await worker.whole()
@@ -145,6 +164,8 @@ async def test_when_the_memory_service_dies_the_worker_starts_anew(folder: Path)
             lambda: (p := worker.engine("active")) is not None and p.epoch > before.epoch, 30, "a new engine is active"
         )
         assert await worker.answer() == right()
+        exited = {e.subject for e in worker.events(EventKind.PROCESS_EXITED)}
+        assert exited == {"w0-gms", "w0-e1", "w0-e2"}, "every death is told, also of those the supervisor caused"
 
 
 STEPS = [

@@ -55,6 +55,11 @@ def spoil_many(h: History) -> None:
         h.change_request(number, spoilt="loop lag 50 ms")
 
 
+def one_late_request(h: History) -> None:
+    record = h.requests[3][0]
+    h.change_request(3, send_began_ns=record.intended_ns + S, spoilt="schedule lag 1000 ms")
+
+
 def fall_behind(h: History) -> None:
     for number in range(5):
         record = h.requests[number][0]
@@ -263,3 +268,9 @@ def test_a_check_that_stumbles_is_an_error_and_the_rest_go_on(tmp_path: Path) ->
     assert "KeyError" in results["one-awake"].found
     assert results["content"].verdict is Verdict.PASS
     assert overall(list(results.values())) is Verdict.ERROR
+
+
+def test_one_late_request_of_many_does_not_void_a_run(tmp_path: Path) -> None:
+    history = History()
+    one_late_request(history)
+    assert CHECKS["load-sufficient"](history.write(tmp_path / "run")).verdict is Verdict.PASS

@@ -162,7 +162,7 @@ def test_a_run_told_to_terminate_cleans_up_as_after_ctrl_c(tmp_path: Path) -> No
     [
         ("reference_impl.deployment", 6, "SIGKILL"),
         ("reference_impl.router", 6, "router ended with -9"),
-        ("-m locust", 4, "the load ended with -9"),
+        ("-m locust", 4, "the load was ended by SIGKILL"),
     ],
 )
 def test_a_part_that_dies_ends_the_run_at_once_with_its_name(

@@ -181,7 +181,7 @@ def write(path: Path, plan: Sample, *, verdict: Verdict | None = Verdict.PASS, e
 
 def _manifest(run_id: str, plan: Sample) -> Manifest:
     return Manifest(
-        run_id=run_id, scenario=f"kill-{plan.arm}", arm=plan.arm,
+        run_id=run_id, scenario="kill-active", arm=plan.arm,
         title="SIGKILL of an engine, replaced by a cold start" if plan.arm == "cold"
         else "SIGKILL of an engine, replaced by its shadow",
         profile=plan.profile, time_scale=plan.time_scale, seed=plan.seed, started_wall_ns=WALL_NS,

@@ -167,3 +167,41 @@ def test_a_place_that_cannot_be_written_and_a_folder_that_is_none_are_said_in_on
     (tmp_path / "out").write_text("a file is in the way")
     with pytest.raises(MachineLimit, match="--out"):
         write_comparison(cold.path, shadow.path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ('"scenario": "kill-active"', '"scenario": "another"', "scenario"),
+        ('"rate": 0.74', '"rate": 5.0', "configuration (rate)"),
+        ('"commit": "0000000000000000"', '"commit": "1111111111111111"', "commit"),
+        ('"cores": 2', '"cores": 64', "machine (cores)"),
+        ('"python": "3.11.2"', '"python": "3.13.0"', "versions (python)"),
+    ],
+)
+def test_two_different_experiments_are_not_compared(tmp_path: Path, before: str, after: str, words: str) -> None:
+    cold, shadow = pair(tmp_path)
+    path = shadow.path / "manifest.json"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    summary = summarise(cold, RunFolder(shadow.path))
+    assert summary.verdict is Verdict.INCONCLUSIVE
+    assert any(words in reason for reason in summary.reasons)
+
+
+def test_the_summary_says_which_check_was_not_passed(tmp_path: Path) -> None:
+    cold, shadow = pair(tmp_path)
+    first, *rest = shadow.verdicts
+    shadow.write_verdicts([msgspec.structs.replace(first, verdict=Verdict.FAIL, found="broken on purpose"), *rest])
+    summary = summarise(cold, RunFolder(shadow.path))
+    assert summary.verdict is Verdict.FAIL
+    assert any("broken on purpose" in reason for reason in summary.reasons)
+    assert any("broken on purpose" in reason for reason in summary.shadow.reasons)
+
+
+def test_the_ratio_has_its_range(tmp_path: Path) -> None:
+    summary = summarise(*pair(tmp_path))
+    assert summary.ratio_recovery_min is not None
+    assert summary.ratio_recovery is not None
+    assert summary.ratio_recovery_max is not None
+    assert summary.ratio_recovery_min < summary.ratio_recovery < summary.ratio_recovery_max
