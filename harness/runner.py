@@ -20,7 +20,7 @@ from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from harness import content, machine
 from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
-from harness.load import LoadFailed, LocustLoad
+from harness.load import LocustLoad
 from harness.progress import RunProgress
 from harness.run_folder import Manifest, RunFolder, RunWriter
 from harness.sampler import Sampler
@@ -183,9 +183,8 @@ class _Run:
             phases = asyncio.create_task(self._phases(origin_ns))
             await asyncio.wait({phases, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
-                loading.result()  # raises what is known of it
-                raise LoadFailed("the load ended before its time")
-            phases.result()
+                loading.result()  # raises if it failed; else the last answer came before the last phase was over
+            await phases
             async with self._phase(DRAIN):
                 self._progress.say("drain: waiting for the last answers")
                 await loading

@@ -61,7 +61,7 @@ def perform(plan: RunPlan, console: Console) -> RunFolder:
 @click.option("--profile", default="default", show_default=True, help="compute profile: a name or a .toml file")
 @click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
-@click.option("--seed", type=SEED, default=1, show_default=True, help="of all chance")
+@click.option("--seed", type=SEED, default=2, show_default=True, help="of all chance")
 @click.option("--out", type=click.Path(path_type=Path), default=None,
               help="the run folder to make; default: a new one under runs/")  # fmt: skip
 @click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")

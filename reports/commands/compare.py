@@ -32,7 +32,7 @@ def default_scenario(profile: Profile) -> str:
 @click.option("--profile", default="default", show_default=True, help="compute profile: a name or a .toml file")
 @click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
-@click.option("--seed", type=SEED, default=1, show_default=True, help="of all chance")
+@click.option("--seed", type=SEED, default=2, show_default=True, help="of all chance")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("out/compare"), show_default=True,
               help="folder for index.html and summary.json; the two run folders go below it")  # fmt: skip
 @click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")

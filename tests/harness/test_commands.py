@@ -71,6 +71,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, arm: str) -> None:
     (tmp_path / "quick.toml").write_text(QUICK)
     done = pdproof("run", "quick.toml", "--profile", "tiny", "--arm", arm, "--out", "run", cwd=tmp_path)
     run = RunFolder(tmp_path / "run")
+    assert run.incomplete is None, done.stderr
     found = {r.check: (r.verdict, r.found) for r in run.verdicts}
     # On a crowded machine the client may be late; then the run says so, and that is not this test's matter.
     late = found.pop("load-sufficient")
