@@ -26,7 +26,7 @@ demo: $(READY) ## The main job: cold start against shadow recovery, one page in 
 	$(BIN)/pdproof compare --out $(OUT)/demo
 
 test: $(READY) ## All tests that this machine can run
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY) ## Lint, format, types, layers
 	$(BIN)/ruff check .
