@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from harness.errors import BadInput
 from harness.run_folder import RunFolder
 from reports.comparison import summary_json
 from reports.page import comparison_page, write, write_run_page
@@ -45,4 +46,7 @@ def _pages(folders: list[RunFolder], out: Path | None) -> list[Path]:
         return [write_run_page(run, run.path / "report.html") for run in folders]
     if len(folders) == 1:
         return [write_run_page(folders[0], out / "index.html")]
-    return [write_run_page(run, out / f"{run.path.resolve().name}.html") for run in folders]
+    names = [run.path.resolve().name for run in folders]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadInput(f"two run folders are called {twice[0]}, and so would be their pages in {out}; draw them apart")
+    return [write_run_page(run, out / f"{name}.html") for run, name in zip(folders, names, strict=True)]

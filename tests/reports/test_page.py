@@ -11,6 +11,7 @@ from typing import Any
 import click.testing
 import pytest
 
+from harness.errors import BadInput
 from harness.run_folder import RunFolder
 from harness.verdicts import Verdict
 from reports import words
@@ -200,6 +201,15 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -
     assert "Beside the published figures" in (tmp_path / "out/index.html").read_text()
     assert (tmp_path / "out/summary.json").is_file()
     assert invoke(command, []).exit_code == 2
+
+
+def test_two_runs_of_one_name_do_not_share_a_page(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        pair(tmp_path / parent)
+    same = [str(tmp_path / parent / "cold") for parent in ("a", "b")]
+    done = click.testing.CliRunner().invoke(command, [*same, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, BadInput)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
