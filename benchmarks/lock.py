@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import mmap
 import os
+import select
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,13 +23,15 @@ from pathlib import Path
 
 from benchmarks.figures import figure, show, write
 from reference_impl.failover.lock import FlockFailoverLock
+from reference_impl.memory_service.backend import Access, Reservation
+from reference_impl.memory_service.host import HostBackend
 from reference_impl.realclock import now_ns
 
 GIB = 1 << 30
-MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 22, 23, 25  # the module mmap has no names for them yet
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; the module mmap has no names for them yet
 WAITING_LIMIT_NS = 10_000_000_000
 
-Memory = Callable[[int], mmap.mmap | None]
+Memory = Callable[[int], mmap.mmap | Reservation | None]
 
 
 def nothing(_memfd: int) -> None:
@@ -59,16 +62,12 @@ def shared_huge(memfd: int) -> mmap.mmap:
     return memory
 
 
-def shared_collapsed(_memfd: int) -> mmap.mmap:
+def shared_collapsed(_memfd: int) -> Reservation:
     """A memfd as the memory service's clients map it: huge pages, whatever the kernel's setting."""
-    memfd = os.memfd_create("lock-benchmark-huge", os.MFD_CLOEXEC)
-    os.ftruncate(memfd, GIB)
-    memory = mmap.mmap(memfd, GIB, flags=mmap.MAP_SHARED)
-    for page in range(0, GIB, 2 << 20):
-        memory[page] = 1
-    memory.madvise(MADV_COLLAPSE)
-    memory.madvise(MADV_POPULATE_WRITE)
-    return memory
+    backend = HostBackend()
+    memory, place = backend.create(GIB, "lock-benchmark"), backend.reserve(GIB)
+    backend.map(place.address, memory, Access.WRITE, populate=True)
+    return place
 
 
 def private(_memfd: int) -> mmap.mmap:
@@ -136,6 +135,13 @@ def wait_until_blocked(pid: int) -> None:
     raise SystemExit(f"process {pid} did not come to wait for the lock")
 
 
+def hear(pipe: int) -> int:
+    """Return the moment that a child has written to `pipe`."""
+    if not select.select([pipe], [], [], WAITING_LIMIT_NS / 1e9)[0]:
+        raise SystemExit("a child did not come to hold the lock")
+    return int(os.read(pipe, 64))
+
+
 def once(path: Path, memory: Memory, memfd: int) -> float:
     """Let a holder with `memory` die while a waiter waits; return the milliseconds from SIGKILL to its grant."""
     heard, told = os.pipe()
@@ -147,12 +153,12 @@ def once(path: Path, memory: Memory, memfd: int) -> float:
 
     try:
         with child(holder) as dying:
-            os.read(heard, 64)
+            hear(heard)
             with child(lambda: acquire_and_tell(path, "waiter", told)) as waiting:
                 wait_until_blocked(waiting)
                 killed_ns = now_ns()
                 os.kill(dying, signal.SIGKILL)
-                return (int(os.read(heard, 64)) - killed_ns) / 1e6
+                return (hear(heard) - killed_ns) / 1e6
     finally:
         os.close(heard)
         os.close(told)
