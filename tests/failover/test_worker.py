@@ -134,7 +134,10 @@ async def test_an_engine_that_hangs_while_it_starts_is_killed_after_its_longer_l
     monkeypatch.setattr(Supervisor, "ENGINE_MODULE", "tests.failover.slow_engine")
     monkeypatch.setattr("reference_impl.failover.supervisor.START_SILENT_LIMIT_NS", 1)
     async with Worker(folder, shadow=False, probe=ProbeLimits(silent_s=0.4, interval_s=0.05)) as worker:
-        await until_async(lambda: worker.events(EventKind.PROCESS_HUNG), 10, "the hang is told")
+        hung = await until_async(lambda: worker.events(EventKind.PROCESS_HUNG), 10, "the hang is told")
+        assert hung[0].subject == "w0-e1"
+        killed = await until_async(lambda: worker.events(EventKind.PROCESS_EXITED), 10, "its death is told")
+        assert (killed[0].subject, killed[0].detail["status"]) == ("w0-e1", -9)
 
 
 async def test_a_stopped_shadow_is_replaced_too(folder: Path) -> None:

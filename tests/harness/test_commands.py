@@ -106,8 +106,9 @@ def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_
 def test_a_harness_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
     with started(tmp_path) as (child, below):
         child.kill()
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), 20, "all have ended")
+    until(lambda: not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 20, "all have ended")
     until(lambda: not list(tmp_path.glob("pdproof-*/*")), 5, "the deployment's own folder is empty or gone")
+    assert RunFolder(tmp_path / "run").incomplete is not None
 
 
 @pytest.mark.parametrize(
