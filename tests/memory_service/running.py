@@ -82,7 +82,11 @@ class RunningService:
         return self.figures()
 
     def idle_descriptors(self, connections: int = 0) -> int:
-        """Return how many descriptors the service holds with so many connections, once those that end have ended."""
+        """Return how many descriptors the service holds with so many connections, once those that end have ended.
+
+        What a session before this one held is counted until the reaper has freed it, so that is waited for first.
+        """
+        until(lambda: not self.figures().freeing_bytes, 10, "what was held before has been freed")
         socket, stop, standard, events = 1, 2, 3, 1
         selectors, reaper = 2, 2
         idle = socket + stop + standard + events + selectors + reaper + self.figures().allocations + connections
