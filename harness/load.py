@@ -7,13 +7,12 @@ import importlib.util
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Final
 
 from harness.errors import PdproofError
 from harness.run_folder import RunWriter
 from harness.scenario import Load
-from reference_impl.processes import end_child
+from reference_impl.processes import end_child, last_line
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import s_to_ns
 from workloads.rows import PARENT_VARIABLE
@@ -85,9 +84,3 @@ class LocustLoad:
         """End the child if it still runs; it writes its running requests as unknown."""
         if self._child is not None:
             await end_child(self._child, STOP_LIMIT_S)
-
-
-def last_line(path: Path) -> str:
-    """Return the last line of a log, "" if there is none."""
-    lines = path.read_text(errors="replace").strip().splitlines() if path.is_file() else []
-    return lines[-1] if lines else ""

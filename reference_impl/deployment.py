@@ -28,7 +28,7 @@ from reference_impl.engine.weights_file import WeightsError, ensure_weights
 from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.worker import WorkerConfig, WorkerStatus, read_status, status_path
 from reference_impl.oracle import Weights
-from reference_impl.processes import end_child
+from reference_impl.processes import end_child, last_line
 from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
 
@@ -147,7 +147,7 @@ class Deployment:
             line = b""
         if not line:
             code = await child.wait()
-            raise DeploymentError(_last_line(config.logs_dir / "router.log") or "the router did not start", code or 6)
+            raise DeploymentError(last_line(config.logs_dir / "router.log") or "the router did not start", code or 6)
         return str(msgspec.json.decode(line)["url"])
 
     async def _start_supervisor(self, worker_id: str, weights_file: Path, url: str) -> None:
@@ -209,7 +209,7 @@ class Deployment:
 
     def _why(self, ended: str) -> str:
         name = ended.partition(" ")[0]
-        return _last_line(self._config.logs_dir / f"{name}.log") or ended
+        return last_line(self._config.logs_dir / f"{name}.log") or ended
 
     async def _ready(self, session: aiohttp.ClientSession, url: str) -> int:
         async with session.get(f"{url}/health") as response:
@@ -225,11 +225,6 @@ class Deployment:
 def _redundant(status: WorkerStatus, shadow: bool) -> bool:
     parked = len(status.engines(EngineState.STANDBY))
     return len(status.engines(EngineState.ACTIVE)) == 1 and parked == int(shadow)
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return lines[-1] if lines else ""
 
 
 def default_weights_dir() -> Path:

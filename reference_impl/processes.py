@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,3 +40,9 @@ async def end_child(child: asyncio.subprocess.Process, limit_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a process's output, "" if it said nothing."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+    return lines[-1] if lines else ""

@@ -22,7 +22,7 @@ from reference_impl.event_log import EventLog
 from reference_impl.failover.pidfd import start_ticks
 from reference_impl.failover.prober import Prober
 from reference_impl.failover.worker import ProcessInfo, WorkerConfig, WorkerStatus, write_status
-from reference_impl.processes import die_with_parent, end_child
+from reference_impl.processes import die_with_parent, end_child, last_line
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import NS_PER_S
 from reference_impl.rules.events import EventKind
@@ -291,12 +291,6 @@ class Supervisor:
         for handle in self._engines.values():
             handle.kill()
         await asyncio.gather(*(h.process.wait() for h in self._engines.values()))
-
-
-def last_line(path: Path) -> str:
-    """Return the last line of a log, "" if it has none."""
-    lines = path.read_text(errors="replace").strip().splitlines() if path.is_file() else []
-    return lines[-1] if lines else ""
 
 
 async def _main(config: WorkerConfig) -> int:

@@ -32,7 +32,6 @@ class EventKind(enum.StrEnum):
     LOCK_WON = "lock.won"  # detail: epoch, worker_id
     # Memory service. subject: device id (the service) or engine id (a client)
     WEIGHTS_MAPPED = "weights.mapped"  # detail: bytes, generation
-    WEIGHTS_UNMAPPED = "weights.unmapped"
     KV_MAPPED = "kv.mapped"  # detail: bytes
     SESSION_OPENED = "memory.session_opened"  # detail: session, tag, mode, engine_id, epoch
     SESSION_CLOSED = "memory.session_closed"  # detail: session, tag, mode, reason, allocations
@@ -52,7 +51,6 @@ class EventKind(enum.StrEnum):
     PHASE_ENDED = "phase.ended"  # detail: phase
     PROCESS_LEFT = "process.left"  # found alive after the end. subject: its name. detail: pid
     AUDITED = "run.audited"  # detail: processes (looked for), left
-    NOTE = "note"  # detail: text
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

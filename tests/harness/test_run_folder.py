@@ -93,7 +93,7 @@ def test_another_runs_events_make_the_run_incomplete(tmp_path: Path) -> None:
 def test_a_run_broken_off_can_still_be_read(tmp_path: Path) -> None:
     finished = clean(tmp_path / "finished")
     writer = RunWriter(tmp_path / "run", finished.manifest)
-    writer.events.say(EventKind.NOTE, "x", text="hello")
+    writer.events.say(EventKind.PHASE_STARTED, "x", phase="baseline")
     with writer.events_part("engine").open("wb") as part:
         part.write(msgspec.json.encode(finished.events[0]) + b'\n{"t_ns": 1, "cut sho')
     run = RunFolder(tmp_path / "run")
