@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,20 +65,26 @@ def locust_command(*options: object) -> list[str]:
 
 
 def load(*options: object, core: int = -1) -> subprocess.CompletedProcess[str]:
-    """Run the load to its end."""
+    """Run the load to its end. One that does not end says where it stands."""
     pin = ["taskset", "-c", str(core)] if core >= 0 else []
-    return subprocess.run(
-        [*pin, *locust_command(*options)], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False
-    )
+    limits = ("--request-timeout-s", 20, "--drain-s", 20)
+    with running_load(*limits, *options, before=pin) as client:
+        try:
+            out, err = client.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(client.pid, signal.SIGABRT)
+            raise AssertionError(f"the load did not end within {RUN_S:g} s\n{client.communicate()}") from None
+    return subprocess.CompletedProcess(client.args, client.returncode, out, err)
 
 
 @contextlib.contextmanager
-def running_load(*options: object) -> Iterator[subprocess.Popen[str]]:
+def running_load(*options: object, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """The load in a process group of its own, killed if the block leaves it running."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        locust_command(*options), cwd=ROOT, stdout=pipe, stderr=pipe, text=True, process_group=0
-    ) as client:
+        [*before, *locust_command(*options)], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, process_group=0,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+    ) as client:  # fmt: skip
         try:
             yield client
         finally:

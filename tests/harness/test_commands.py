@@ -16,6 +16,7 @@ import pytest
 
 from harness.run_folder import RunFolder
 from harness.verdicts import Verdict
+from reference_impl.failover.pidfd import read_stat
 from reference_impl.rules.events import EventKind
 from tests.harness.histories import History, clean
 from tests.waiting import until
@@ -41,6 +42,12 @@ fault = { kind = "kill", worker = "w0" }
 name = "drain"
 seconds = 5
 """
+
+
+def alive(processes: list[psutil.Process]) -> list[int]:
+    """Return the pids of those that still run. A process may end between any two looks at it, so look once."""
+    stats = {p.pid: read_stat(p.pid) for p in processes if p.is_running()}
+    return [pid for pid, stat in stats.items() if stat is not None and not stat.is_dead]
 
 
 @contextlib.contextmanager
@@ -94,7 +101,7 @@ def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_
         assert child.wait(30) == 130
     assert "interrupted" in rest
     assert "Traceback" not in rest
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), 10, "all have ended")
+    until(lambda: not alive(below), 10, "all have ended")
     run = RunFolder(tmp_path / "run")
     assert "broken off" in str(run.incomplete)
     assert run.events_of(EventKind.ROUTER_REGISTERED)
@@ -106,7 +113,7 @@ def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_
 def test_a_harness_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
     with started(tmp_path) as (child, below):
         child.kill()
-    until(lambda: not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 20, "all have ended")
+    until(lambda: not alive(below), 20, "all have ended")
     until(lambda: not list(tmp_path.glob("pdproof-*/*")), 5, "the deployment's own folder is empty or gone")
     assert RunFolder(tmp_path / "run").incomplete is not None
 
@@ -155,7 +162,7 @@ def test_a_run_told_to_terminate_cleans_up_as_after_ctrl_c(tmp_path: Path) -> No
         rest = child.stderr.read()
         assert child.wait(30) == 130
     assert "interrupted" in rest
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below)
+    assert not alive(below)
     assert not list(tmp_path.glob("pdproof-*"))
 
 
