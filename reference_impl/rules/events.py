@@ -41,6 +41,19 @@ class EventKind(enum.StrEnum):
     ROUTER_REGISTERED = "router.registered"  # detail: worker_id, epoch
     ROUTER_REFUSED = "router.refused"  # detail: worker_id, epoch, reason
     ROUTER_REMOVED = "router.removed"  # detail: worker_id, reason
+    # Leases, said by the engine that holds the blocks. subject: the holder's request id. detail: engine_id
+    LEASE_GRANTED = "lease.granted"  # detail: blocks, duration_s, turn (True: decode-side blocks of a finished turn)
+    LEASE_EXTENDED = "lease.extended"  # one a heartbeat. subject: the reader's engine id. detail: leases, unknown
+    LEASE_RELEASED = "lease.released"  # detail: blocks, held_ms, how (read, hit, abort, failed), turn
+    LEASE_EXPIRED = "lease.expired"  # detail: blocks, held_ms, turn
+    CLAIM_REFUSED = "lease.claim_refused"  # a reader came too late, or with a used hand-off. detail: reader, reason
+    # Loads, said by the reader. subject: its own request id. detail: engine_id, remote_engine_id, remote_request_id
+    LOAD_DONE = "load.done"  # detail: tokens, blocks, waited_ms, read_ms
+    LOAD_FAILED = "load.failed"  # detail: reason, policy
+    TURN_JUDGED = "turn.judged"  # by its corrected expiry. detail: live, left_ms, error_ms
+    # Peers. subject: the peer's engine id. detail: engine_id
+    PEER_CONNECTED = "peer.connected"  # detail: handshake_ms, offset_ms, offset_error_ms
+    PEER_LOST = "peer.lost"  # detail: reason
     # Faults. subject: fault id
     FAULT_INJECTED = "fault.injected"  # detail: fault, target, pid, worker_id
     FAULT_PROVED = "fault.proved"  # detail: evidence

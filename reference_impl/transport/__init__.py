@@ -1,0 +1,1 @@
+"""How engines reach each other: notifications, reads of KV, and the handshake that makes both possible."""

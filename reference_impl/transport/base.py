@@ -1,0 +1,93 @@
+"""What the connector asks of a transport. `memory` keeps it in process, on a manual clock; `nixl` for real."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import msgspec
+
+RANKS: tuple[int, ...] = (1, 2, 4, 8)
+"""How many ranks an engine may have: a block's eight head groups are shared out evenly."""
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """What a peer needs to reach one rank: its agent's metadata, and where its memory lies."""
+
+    metadata: bytes
+    kv_address: int
+    """Of the whole pool's first byte, as this rank maps it."""
+    generations_address: int
+    """Of the array of block generations (uint64 each); 0 on every rank but the first."""
+
+
+class ReadResult(enum.StrEnum):
+    """How a read of KV ended."""
+
+    DONE = "done"
+    TORN = "torn"
+    """A block was given to somebody else while it was read: what arrived must not be used (S2)."""
+    FAILED = "failed"
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A read that has ended: from now on nothing of it can land any more (S6)."""
+
+    read_id: int
+    result: ReadResult
+    reason: str = ""
+
+
+class Notifier(Protocol):
+    """Short messages between engines. Never blocks (KVC-HB-009)."""
+
+    def send(self, engine_id: str, message: bytes) -> bool:
+        """Send to an engine added before; False if it demonstrably did not leave."""
+        ...
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return what has arrived: the sender's engine id and the message."""
+        ...
+
+
+class DataPlane(Protocol):
+    """One-sided reads of whole blocks. Never blocks."""
+
+    def read(self, read_id: int, engine_id: str, remote_blocks: list[int], local_blocks: list[int]) -> None:
+        """Start reading `remote_blocks` of a peer into `local_blocks` of our pool, every rank its part.
+
+        Whatever goes wrong, also at once, is told by `poll`, once.
+        """
+        ...
+
+    def cancel(self, read_id: int) -> None:
+        """Ask a read to end early; `poll` tells when it has. Harmless when it has ended."""
+        ...
+
+    def poll(self) -> list[Ended]:
+        """Return the reads that have ended since the last call."""
+        ...
+
+
+class Transport(Notifier, DataPlane, Protocol):
+    """Both, with the peers they reach."""
+
+    def addresses(self) -> list[RankAddress]:
+        """Return what a peer needs to reach each of our ranks, head rank first."""
+        ...
+
+    def add_peer(self, engine_id: str, addresses: list[RankAddress]) -> None:
+        """Make a peer reachable. Raises `PeerRefused` if its addresses cannot be used."""
+        ...
+
+    def remove_peer(self, engine_id: str) -> None:
+        """Forget a peer; its running reads fail. Harmless if it is unknown."""
+        ...
+
+    def close(self) -> None:
+        """End everything."""
+        ...
+
+
+class PeerRefused(Exception):
+    """A peer cannot be reached as it says; the message says why, in one line."""
