@@ -7,6 +7,8 @@ from typing import Final
 import msgspec
 
 from reference_impl.engine.profile import Profile
+from reference_impl.rules.routing import Role
+from reference_impl.rules.terms import KvTerms
 
 MODEL_NAME: Final = "pdproof-oracle"
 STATUS_BYTES_MAX: Final = 4096
@@ -17,6 +19,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     worker_id: str
+    role: Role = Role.BOTH
+    terms: KvTerms = KvTerms()
+    """On which KV moves between engines; without effect in role `both`."""
+    ranks: int = 1
+    """Processes that share out every block of the KV pool: 1, 2, 4 or 8."""
     profile: Profile
     """Already scaled."""
     weights_file: str
@@ -25,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_socket: str
     """Of the device's memory service; empty: the engine's memory is its own and dies with it (a cold start)."""
     router_url: str
+    """Empty: nobody to register with; the engine serves on its own."""
     host: str = "127.0.0.1"
     port: int = 0
     events_file: str = ""

@@ -6,9 +6,19 @@ than one seen) cannot register.
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from reference_impl.rules.fencing import EpochFence
+
+
+class Role(enum.StrEnum):
+    """What an engine does of a request."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class Route(msgspec.Struct, frozen=True):
