@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from reference_impl.oracle import Weights, expected_answers
-from workloads.prompts import prompt_tokens
+from workloads.prompts import NO_TOKENS, prompt_tokens
 from workloads.rows import RequestRecord
 
 BATCH = 32
@@ -14,20 +17,42 @@ BATCH = 32
 def judge(
     records: Sequence[RequestRecord], weights: Weights, progress: Callable[[int], None] = lambda _: None
 ) -> list[bool | None]:
-    """Return, for each record, whether the tokens that came are the right ones; None where none came.
+    """Return, for each record, whether the tokens that came are the right ones.
 
-    A broken stream is judged as far as it got. `progress` is told how many are done.
+    None where none came, or where a later turn's prompt cannot be made again because a turn before it has no record. A
+    broken stream is judged as far as it got. `progress` is told how many are done.
     """
     verdicts: list[bool | None] = [None] * len(records)
+    by_id = {record.request_id: record for record in records}
     answered = [i for i, r in enumerate(records) if r.output_ids]
     for start in range(0, len(answered), BATCH):
         batch = answered[start : start + BATCH]
-        prompts = [prompt_tokens(records[i].prompt) for i in batch]
-        right = expected_answers(prompts, [len(records[i].output_ids) for i in batch], weights)
-        for i, expected in zip(batch, right, strict=True):
+        prompts = [(i, prompt) for i in batch if (prompt := sent_prompt(records[i], by_id)) is not None]
+        right = expected_answers([p for _, p in prompts], [len(records[i].output_ids) for i, _ in prompts], weights)
+        for (i, _), expected in zip(prompts, right, strict=True):
             verdicts[i] = records[i].output_ids == expected.tolist() and _whole(records[i])
         progress(start + len(batch))
     return verdicts
+
+
+def sent_prompt(record: RequestRecord, by_id: Mapping[str, RequestRecord]) -> NDArray[np.int64] | None:
+    """Return the tokens that `record`'s request really sent; None if a turn before it is not in `by_id`.
+
+    A later turn repeats what it was answered, right or wrong: a wrong answer is held against its own turn alone.
+    Raises ValueError if the turns do not fit together.
+    """
+    turns = [record]
+    while turns[-1].prompt.after:
+        before = by_id.get(turns[-1].prompt.after)
+        if before is None:
+            return None
+        if before.prompt.turn >= turns[-1].prompt.turn:
+            raise ValueError(f"{turns[-1].request_id} cannot follow {before.request_id}: turns must count upwards")
+        turns.append(before)
+    said = NO_TOKENS
+    for turn in reversed(turns[1:]):
+        said = np.concatenate([prompt_tokens(turn.prompt, said), np.asarray(turn.output_ids, np.int64)])
+    return prompt_tokens(record.prompt, said)
 
 
 def _whole(record: RequestRecord) -> bool:

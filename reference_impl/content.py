@@ -27,13 +27,27 @@ BLOCK_TOKENS: Final = 16
 SLOT_WORDS: Final = 32
 BLOCK_WORDS: Final = BLOCK_TOKENS * SLOT_WORDS
 BLOCK_BYTES: Final = BLOCK_WORDS * 8
+HEAD_GROUPS: Final = 8
+"""A block is laid out [8 head groups][16 slots][4 words], so a rank of 1, 2, 4 or 8 owns one contiguous part of it."""
+GROUP_WORDS: Final = 4
+"""Words of one slot in one head group."""
 WINDOW_BLOCKS: Final = 64
 ROOT_DIGEST: Final = bytes(16)
 """The digest in front of a prompt's first block."""
 
+WORD_COLUMNS: Final[Ints] = (
+    np.arange(BLOCK_WORDS)
+    .reshape(HEAD_GROUPS, BLOCK_TOKENS, GROUP_WORDS)
+    .swapaxes(0, 1)
+    .reshape(BLOCK_TOKENS, SLOT_WORDS)
+)
+"""Where in a block word `place` (0..31) of slot `slot` (0..15) stands: `WORD_COLUMNS[slot, place]`."""
+
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _TOKEN: Final = np.uint64(0xD1B54A32D192ED03)
 _WORD_OFFSETS: Final = np.arange(1, SLOT_WORDS + 1, dtype=np.uint64) * _GAMMA
+_BLOCK_OFFSETS: Final = np.tile(_WORD_OFFSETS.reshape(HEAD_GROUPS, GROUP_WORDS), BLOCK_TOKENS)
+"""What is added to each slot's seed in a block's layout, shape [8, 64]."""
 
 
 def mix(words: Words) -> Words:
@@ -79,6 +93,12 @@ def slot_seeds(tokens: Ints, parents: Words) -> Words:
 def slot_words(seeds: Words) -> Words:
     """Return the words that the slots with `seeds` hold: one more axis, of length 32."""
     return mix(seeds[..., None] + _WORD_OFFSETS)
+
+
+def block_words(seeds: Words) -> Words:
+    """Return the blocks, shape [blocks, 512], whose slots have the seeds `seeds` [blocks, 16], as they are laid out."""
+    repeated = np.repeat(seeds, GROUP_WORDS, axis=1)
+    return mix(repeated[:, None, :] + _BLOCK_OFFSETS).reshape(len(seeds), BLOCK_WORDS)
 
 
 def one_word(seeds: Words, place: Ints) -> Words:

@@ -2,6 +2,8 @@
 
 `python -m reference_impl.deployment --workers 2 --shadow --announce` prints one JSON line once every worker serves
 (and has its shadow parked), and runs until SIGTERM or SIGINT. Nothing that it starts outlives it.
+
+With `--prefill N --decode M` the workers are of two kinds, p0, p1 ... and d0, d1 ..., and KV moves between them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import aiohttp
 import msgspec
 
 from reference_impl.content import BLOCK_BYTES
+from reference_impl.deployment_options import parse
 from reference_impl.engine.config import MODEL_NAME
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
 from reference_impl.engine.weights_file import WeightsError, ensure_weights
@@ -31,6 +34,10 @@ from reference_impl.oracle import Weights
 from reference_impl.processes import end_child, last_line
 from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
+from reference_impl.rules.routing import Role
+from reference_impl.rules.terms import KvTerms
+from reference_impl.time_namespace import EXIT_CODE as NO_SUCH_CLOCK
+from reference_impl.time_namespace import available, can_shift, uptime_s
 
 WEIGHTS_SEED: Final = 20_260_601
 PROGRESS_PREFIX: Final = "deployment: "
@@ -55,7 +62,17 @@ class DeploymentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     profile: Profile
     """Already scaled."""
-    workers: int
+    workers: int = 0
+    """Workers that do whole requests."""
+    prefill: int = 0
+    decode: int = 0
+    """Workers that do one part of each; either both or none."""
+    terms: KvTerms = KvTerms()
+    """Of every worker. Already scaled."""
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    decode_clock_offset_s: float = 0.0
+    """How far the decode workers' clock is ahead of the prefill workers'."""
     shadow: bool
     run_dir: Path
     """Private: locks, sockets, status files. Its path must be short enough for a Unix socket (under 90 bytes)."""
@@ -75,6 +92,45 @@ class Announcement(msgspec.Struct, frozen=True):
     weights: Weights
     run_dir: str
     workers: list[str]
+    roles: dict[str, Role] = {}
+    """By worker, as the next two."""
+    ranks: dict[str, int] = {}
+    clock_offsets_s: dict[str, float] = {}
+    """How far a worker's clock is ahead of the host's."""
+    terms: KvTerms = KvTerms()
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A worker that there is to be."""
+
+    worker_id: str
+    role: Role = Role.BOTH
+    ranks: int = 1
+    clock_offset_s: float = 0.0
+
+
+def places(config: DeploymentConfig) -> list[Place]:
+    """Return the workers of a deployment, those of a kind together."""
+    prefill_ahead_s, decode_ahead_s = clock_offsets_s(config.decode_clock_offset_s)
+    kinds = (
+        ("w", config.workers, Role.BOTH, 1, 0.0),
+        ("p", config.prefill, Role.PREFILL, config.prefill_ranks, prefill_ahead_s),
+        ("d", config.decode, Role.DECODE, config.decode_ranks, decode_ahead_s),
+    )
+    return [
+        Place(f"{letter}{number}", role, ranks, ahead_s)
+        for letter, count, role, ranks, ahead_s in kinds
+        for number in range(count)
+    ]
+
+
+def clock_offsets_s(decode_offset_s: float) -> tuple[float, float]:
+    """Return how far the clocks of the prefill and of the decode workers are to be ahead of the host's.
+
+    No clock can stand before its boot. Where the decode side's would, the prefill side's is ahead instead: what the two
+    make of each other's stamps is the same.
+    """
+    return (0.0, decode_offset_s) if can_shift(decode_offset_s) else (-decode_offset_s, 0.0)
 
 
 class Deployment:
@@ -84,11 +140,14 @@ class Deployment:
         self._config = config
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = False
-        self._environment = os.environ | {TOKEN_VARIABLE: secrets.token_hex(32)}
+        self._places = places(config)
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+        self._environment = os.environ | {TOKEN_VARIABLE: token}
 
     async def start(self, progress: Callable[[str], None] = lambda _: None) -> Announcement:
         """Bring everything up. Raises DeploymentError when something does not come up in time."""
         config = self._config
+        await self._check_clocks(progress)
         weights_bytes = config.profile.weights_bytes
         progress(f"weights of {weights_bytes / 2**20:,.0f} MiB")
         try:
@@ -99,12 +158,33 @@ class Deployment:
             raise DeploymentError(str(error), 7) from error
         progress("router")
         url = await self._start_router()
-        progress(f"{config.workers} workers")
-        for worker_id in self._worker_ids():
-            await self._start_supervisor(worker_id, file, url)
+        progress(f"{len(self._places)} workers")
+        for place in self._places:
+            await self._start_supervisor(place, file, url)
         await self._until_ready(url, progress)
-        weights = Weights(WEIGHTS_SEED, weights_bytes // 8)
-        return Announcement(url, MODEL_NAME, weights, str(config.run_dir), self._worker_ids())
+        return Announcement(
+            url=url, model=MODEL_NAME, weights=Weights(WEIGHTS_SEED, weights_bytes // 8), run_dir=str(config.run_dir),
+            workers=[place.worker_id for place in self._places],
+            roles={place.worker_id: place.role for place in self._places},
+            ranks={place.worker_id: place.ranks for place in self._places},
+            clock_offsets_s={place.worker_id: place.clock_offset_s for place in self._places},
+            terms=config.terms,
+        )  # fmt: skip
+
+    async def _check_clocks(self, progress: Callable[[str], None]) -> None:
+        """Say whose clock is ahead, by how much. Raises DeploymentError where the kernel gives no such clock."""
+        shifted = {place.role: place.clock_offset_s for place in self._places if place.clock_offset_s}
+        if not shifted:
+            return
+        if (problem := await asyncio.to_thread(available)) is not None:
+            raise DeploymentError(f"no clock of their own for the workers: {problem}", NO_SUCH_CLOCK)
+        for role, ahead_s in shifted.items():
+            text = f"the {role} workers' clock is {abs(ahead_s):g} s {'ahead' if ahead_s > 0 else 'behind'}"
+            if role is Role.PREFILL:
+                text += (
+                    f", in place of the decode workers' behind: this machine has been up for {uptime_s():.0f} s only"
+                )
+            progress(text)
 
     def _break_off(self, _share: float) -> None:
         """Let a thread that makes weights end when the deployment does."""
@@ -127,9 +207,6 @@ class Deployment:
         self._stopping = True
         await asyncio.gather(*(end_child(child, STOP_LIMIT_S) for child in self._children.values()))
 
-    def _worker_ids(self) -> list[str]:
-        return [f"w{number}" for number in range(self._config.workers)]
-
     async def _start_router(self) -> str:
         config = self._config
         child = await self._spawn(
@@ -150,11 +227,15 @@ class Deployment:
             raise DeploymentError(last_line(config.logs_dir / "router.log") or "the router did not start", code or 6)
         return str(msgspec.json.decode(line)["url"])
 
-    async def _start_supervisor(self, worker_id: str, weights_file: Path, url: str) -> None:
+    async def _start_supervisor(self, place: Place, weights_file: Path, url: str) -> None:
         config = self._config
         profile = config.profile
         worker = WorkerConfig(
-            worker_id=worker_id,
+            worker_id=place.worker_id,
+            role=place.role,
+            terms=config.terms,
+            ranks=place.ranks,
+            clock_offset_s=place.clock_offset_s,
             shadow=config.shadow,
             profile=profile,
             weights_file=str(weights_file),
@@ -169,8 +250,9 @@ class Deployment:
             parent_pid=os.getpid(),
         )
         await self._spawn(
-            f"{worker_id}-supervisor", "reference_impl.failover.supervisor", [msgspec.json.encode(worker).decode()]
-        )
+            f"{place.worker_id}-supervisor", "reference_impl.failover.supervisor",
+            [msgspec.json.encode(worker).decode()],
+        )  # fmt: skip
 
     async def _spawn(
         self, name: str, module: str, arguments: list[str], *, pipe: bool = False
@@ -192,12 +274,12 @@ class Deployment:
         try:
             async with asyncio.timeout(limit_s), aiohttp.ClientSession() as session:
                 ready = -1
-                while ready < self._config.workers:
+                while ready < len(self._places):
                     if died.done():
                         raise DeploymentError(self._why(died.result()))
                     now = await self._ready(session, url)
                     if now != ready:
-                        progress(f"{now} of {self._config.workers} workers ready")
+                        progress(f"{now} of {len(self._places)} workers ready")
                     ready = now
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
@@ -215,7 +297,7 @@ class Deployment:
         async with session.get(f"{url}/health") as response:
             health = msgspec.json.decode(await response.read())
         registered = {w["worker_id"] for w in health["workers"]}
-        return sum(w in registered and self._has_its_engines(w) for w in self._worker_ids())
+        return sum(p.worker_id in registered and self._has_its_engines(p.worker_id) for p in self._places)
 
     def _has_its_engines(self, worker_id: str) -> bool:
         status = read_status(status_path(self._config.run_dir, worker_id))
@@ -248,6 +330,12 @@ async def _serve(arguments: argparse.Namespace) -> int:
         config = DeploymentConfig(
             profile=load_profile(arguments.profile).scaled(arguments.time_scale),
             workers=arguments.workers,
+            prefill=arguments.prefill,
+            decode=arguments.decode,
+            terms=arguments.terms,
+            prefill_ranks=arguments.prefill_ranks,
+            decode_ranks=arguments.decode_ranks,
+            decode_clock_offset_s=arguments.decode_clock_offset_s,
             shadow=arguments.shadow,
             run_dir=run_dir,
             events_dir=_folder(folder / "parts" if arguments.folder else folder),
@@ -307,36 +395,9 @@ def _progress(text: str) -> None:
     print(f"{PROGRESS_PREFIX}{text}", file=sys.stderr, flush=True)  # noqa: T201 # progress for people
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m reference_impl.deployment", description=__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="workers, each one device (default 2)")
-    parser.add_argument("--shadow", action=argparse.BooleanOptionalAction, default=True,
-                        help="memory service and shadow beside each engine (default), or cold restarts")  # fmt: skip
-    parser.add_argument("--profile", default="default", help="compute profile: a name or a .toml file")
-    parser.add_argument("--time-scale", type=float, default=1.0, help="divide every emulated duration by this")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
-    parser.add_argument("--port", type=int, default=0, help="the router's port (default: any free one)")
-    parser.add_argument("--folder", default="", help="write events to FOLDER/parts and output to FOLDER/logs")
-    parser.add_argument("--run-dir", default="", help="private folder for locks and sockets, with a short path")
-    parser.add_argument("--weights-dir", default="", help="where made weights are kept")
-    parser.add_argument("--probe-silent-s", type=float, default=ProbeLimits().silent_s,
-                        help="kill an engine that is silent for this long")  # fmt: skip
-    parser.add_argument("--announce", action="store_true", help="print one JSON line when everything serves")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does")
-    return parser
-
-
 def main() -> None:
     """Bring a deployment up and keep it."""
-    parser = _parser()
-    arguments = parser.parse_args()
-    if arguments.workers < 1:
-        parser.error(f"--workers must be at least 1, got {arguments.workers}")
-    least_s = 4 * ProbeLimits().interval_s
-    if arguments.probe_silent_s < least_s:
-        parser.error(f"--probe-silent-s must be at least {least_s:g}, got {arguments.probe_silent_s}")
-    if not arguments.time_scale > 0:
-        parser.error(f"--time-scale must be above 0, got {arguments.time_scale}")
+    arguments = parse()
     try:
         sys.exit(asyncio.run(_serve(arguments)))
     except DeploymentError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from reference_impl.realclock import now_ns, wall_ns
+from reference_impl.realclock import host_ns, wall_ns
 from reference_impl.rules.events import Event, EventKind, Scalar
 
 
@@ -19,11 +19,14 @@ class EventLog:
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def say(self, kind: EventKind, subject: str, **detail: Scalar) -> Event:
-        """Write one event, stamped now, and return it."""
-        return self.say_at(now_ns(), kind, subject, **detail)
+        """Write one event, stamped now, and return it. All processes of a host stamp on one base."""
+        return self.say_at(host_ns(), kind, subject, **detail)
 
     def say_at(self, t_ns: int, kind: EventKind, subject: str, **detail: Scalar) -> Event:
-        """Write one event that happened at `t_ns`, and return it. One `write` a line: lines never interleave."""
+        """Write one event that happened at `t_ns` (the host's clock), and return it.
+
+        One `write` a line: lines never interleave.
+        """
         event = Event(t_ns, wall_ns(), self.actor, kind, subject, detail)
         if self._fd >= 0:
             os.write(self._fd, msgspec.json.encode(event) + b"\n")

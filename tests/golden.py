@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tests.golden_server import Plan, Truth
+from tests.golden_server import Plan, Renewal, Truth
 from tests.waiting import until
 from workloads.rows import RequestRecord, read_records
 
@@ -41,13 +41,20 @@ class Golden(NamedTuple):
         truths = [decoder.decode(line) for line in self.truth.read_bytes().splitlines()]
         return {truth.request_id: truth for truth in truths}
 
+    def renewals(self) -> list[Renewal]:
+        """The renewals that it got so far, in order."""
+        decoder = msgspec.json.Decoder(Renewal)
+        return [decoder.decode(line) for line in self.truth.with_suffix(".renewed").read_bytes().splitlines()]
+
 
 @contextlib.contextmanager
-def golden(folder: Path, plans: Sequence[Plan] = (Plan(),), core: int = -1) -> Iterator[Golden]:
+def golden(
+    folder: Path, plans: Sequence[Plan] = (Plan(),), core: int = -1, renew_status: int = 200
+) -> Iterator[Golden]:
     """A golden server for as long as the block runs."""
     truth = folder / "truth.jsonl"
     command = [sys.executable, "-m", "tests.golden_server", "--truth", str(truth), "--core", str(core)]
-    command += ["--plans", msgspec.json.encode(list(plans)).decode()]
+    command += ["--plans", msgspec.json.encode(list(plans)).decode(), "--renew-status", str(renew_status)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -57,18 +64,16 @@ def golden(folder: Path, plans: Sequence[Plan] = (Plan(),), core: int = -1) -> I
             server.kill()
 
 
-def locust_command(*options: object) -> list[str]:
+def locust_command(*options: object, file: str = "workloads/pd.py") -> list[str]:
     """The command line of the load."""
-    return [
-        sys.executable, "-m", "locust", "-f", "workloads/pd.py", "--headless", "--only-summary", *map(str, options),
-    ]  # fmt: skip
+    return [sys.executable, "-m", "locust", "-f", file, "--headless", "--only-summary", *map(str, options)]
 
 
-def load(*options: object, core: int = -1) -> subprocess.CompletedProcess[str]:
+def load(*options: object, core: int = -1, file: str = "workloads/pd.py") -> subprocess.CompletedProcess[str]:
     """Run the load to its end. One that does not end says where it stands."""
     pin = ["taskset", "-c", str(core)] if core >= 0 else []
     limits = ("--request-timeout-s", 20, "--drain-s", 20)
-    with running_load(*limits, *options, before=pin) as client:
+    with running_load(*limits, *options, before=pin, file=file) as client:
         try:
             out, err = client.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
@@ -78,11 +83,13 @@ def load(*options: object, core: int = -1) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def running_load(*options: object, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+def running_load(
+    *options: object, before: Sequence[str] = (), file: str = "workloads/pd.py"
+) -> Iterator[subprocess.Popen[str]]:
     """The load in a process group of its own, killed if the block leaves it running."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [*before, *locust_command(*options)], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, process_group=0,
+        [*before, *locust_command(*options, file=file)], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, process_group=0,
         env=os.environ | {"PYTHONFAULTHANDLER": "1"},
     ) as client:  # fmt: skip
         try:

@@ -2,7 +2,8 @@
 
 `python -m tests.golden_server --truth FILE --plans JSON` serves OpenAI streams on a free port of 127.0.0.1 and prints
 that port. The n-th request gets the n-th plan, round and round. Each request leaves its id in FILE's sister with the
-suffix `.arrived` when it is there, and one `Truth` line in FILE when its connection is closed.
+suffix `.arrived` when it is there, and one `Truth` line in FILE when its connection is closed. Hand-offs
+(`kv_transfer_params`) that it never gave out get a 400. Each renewal of one leaves a line in the sister `.renewed`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Write each event in pieces of so many bytes."""
     coalesce: int = 1
     """Write so many events at once."""
+    hand_off: bool = False
+    """End with `kv_transfer_params`."""
+    cached_tokens: int | None = None
+    """What the usage says of them."""
+    token_ids: bool = True
+    """Name the tokens of each chunk."""
 
 
 class Truth(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,11 +85,43 @@ class Truth(msgspec.Struct, frozen=True, kw_only=True):
     """The request, `{}` if it was long."""
 
 
-def events(token_ids: list[int], chat: bool, finish: str | None) -> bytes:
+class Renewal(msgspec.Struct, frozen=True, kw_only=True):
+    """One renewal: when it came, the request whose hand-off it names, and that hand-off's end before it."""
+
+    t_ns: int
+    request_id: str
+    expiry: float
+
+
+class HandOff(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's `kv_transfer_params` as far as the tests need them."""
+
+    remote_request_id: str
+    remote_blocks_expiry_time: float = 480.0
+    remote_engine_id: str = "golden-d"
+    remote_block_ids: tuple[tuple[int, ...], ...] = ((3, 1, 2),)
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+
+    def text(self) -> bytes:
+        """As it is sent, with spaces that no encoder of the client's makes."""
+        return msgspec.json.encode(self).replace(b":", b" :  ")
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    max_tokens: int = 0
+    kv_transfer_params: HandOff | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked).decode
+
+
+def events(token_ids: list[int], chat: bool, finish: str | None, named: bool = True) -> bytes:
     """One content event as vLLM writes it."""
     text = tokens.decode(token_ids)
     content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text, "logprobs": None}
-    choice = {"index": 0, **content, "finish_reason": finish, "stop_reason": None, "token_ids": token_ids}
+    choice = {"index": 0, **content, "finish_reason": finish, "stop_reason": None}
+    choice["token_ids"] = token_ids if named else None
     kind = "chat.completion.chunk" if chat else "text_completion"
     chunk = {"id": "cmpl-golden", "object": kind, "created": 1, "model": "golden", "choices": [choice], "usage": None}
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
@@ -98,12 +137,15 @@ def http_chunk(data: bytes) -> bytes:
 class Stream:
     """Answers one request by its plan, in absolute time."""
 
-    def __init__(self, server: Server, transport: asyncio.Transport, plan: Plan, body: bytes, chat: bool) -> None:
-        asked = msgspec.json.decode(body)
+    def __init__(
+        self, server: Server, transport: asyncio.Transport, plan: Plan, request_id: str, body: bytes, chat: bool
+    ) -> None:
+        asked = _asked(body)
         self.chunk_ns: list[int] = []
+        self._request_id = request_id
         self._server, self._transport, self._plan, self._chat = server, transport, plan, chat
-        self._chunks = -(-asked["max_tokens"] // plan.tokens_per_chunk)
-        self._tokens = asked["max_tokens"]
+        self._chunks = -(-asked.max_tokens // plan.tokens_per_chunk)
+        self._tokens = asked.max_tokens
         self._waiting = b""
         self._waiting_chunks = 0
 
@@ -138,11 +180,11 @@ class Stream:
 
     def _event(self, index: int, last: bool) -> bytes:
         size = self._plan.tokens_per_chunk
-        if size == 1 and not last:
+        if size == 1 and not last and self._plan.token_ids:
             return COMMON[self._chat][index % 64]
         count = min(size, self._tokens - index * size)
         finish = "length" if last and self._plan.fault is not Fault.NO_FINISH else None
-        return events([(index * size + n) % 64 for n in range(count)], self._chat, finish)
+        return events([(index * size + n) % 64 for n in range(count)], self._chat, finish, self._plan.token_ids)
 
     def _flush(self) -> None:
         data, self._waiting = self._waiting, b""
@@ -155,7 +197,14 @@ class Stream:
             self._transport.write(data[start : start + size])
 
     def _finish(self) -> None:
-        usage = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":%d}}\n\n' % self._tokens
+        details = b""
+        if self._plan.cached_tokens is not None:
+            details = b',"prompt_tokens_details":{"cached_tokens":%d}' % self._plan.cached_tokens
+        params = b""
+        if self._plan.hand_off:
+            params = b',"kv_transfer_params":' + self._server.hand_out(HandOff(remote_request_id=self._request_id))
+        counts = b'"prompt_tokens":1,"completion_tokens":%d' % self._tokens
+        usage = b'data: {"choices":[],"usage":{%b%b}%b}\n\n' % (counts, details, params)
         done = b"" if self._plan.fault is Fault.NO_DONE else b"data: [DONE]\n\n"
         self._transport.write(http_chunk(usage + done) + b"0\r\n\r\n")
         self._transport.close()
@@ -209,17 +258,37 @@ class Connection(asyncio.Protocol):
         if self._head.startswith(b"GET /v1/models "):
             self._whole(200, b'{"object":"list","data":[{"id":"golden","object":"model"}]}')
             return
+        if self._head.startswith(b"POST /v1/kv/renew "):
+            self._renew(body)
+            return
         found = re.search(rb"x-request-id: *(\S+)", self._head, re.IGNORECASE)
         self._request_id = found[1].decode() if found else ""
         self._body = body if len(body) < 4096 else b"{}"
         plan = self._plan = next(self._server.plans)
+        if (hand_off := _asked(body).kv_transfer_params) is not None and hand_off.text() not in self._server.handed_out:
+            self._whole(400, b'{"error":{"message":"golden never gave out this hand-off"}}')
+            return
         if plan.status != 200:
             self._whole(plan.status, b'{"error":{"message":"golden refusal"}}')
             return
         self._server.arrived.write(self._request_id.encode() + b"\n")
         chat = self._head.startswith(b"POST /v1/chat/")
-        self._stream = Stream(self._server, self._transport, plan, body, chat)
+        self._stream = Stream(self._server, self._transport, plan, self._request_id, body, chat)
         self._stream.begin(self._arrived_ns)
+
+    def _renew(self, body: bytes) -> None:
+        """Note the renewal; a good one is answered with the hand-off's new end."""
+        hand_off = _asked(body).kv_transfer_params
+        assert hand_off is not None
+        assert hand_off.text() in self._server.handed_out
+        expiry = hand_off.remote_blocks_expiry_time
+        renewal = Renewal(t_ns=self._arrived_ns, request_id=hand_off.remote_request_id, expiry=expiry)
+        self._server.renewed.write(msgspec.json.encode(renewal) + b"\n")
+        if self._server.renew_status != 200:
+            self._whole(self._server.renew_status, b"not now")
+            return
+        longer = self._server.hand_out(msgspec.structs.replace(hand_off, remote_blocks_expiry_time=expiry + 480))
+        self._whole(200, b'{"kv_transfer_params":%b}' % longer)
 
     def _whole(self, status: int, body: bytes) -> None:
         head = f"HTTP/1.1 {status} Golden\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -243,11 +312,22 @@ class Connection(asyncio.Protocol):
 class Server:
     """What all connections share."""
 
-    def __init__(self, truth: BinaryIO, arrived: BinaryIO, plans: list[Plan]) -> None:
+    def __init__(
+        self, truth: BinaryIO, arrived: BinaryIO, renewed: BinaryIO, plans: list[Plan], renew_status: int
+    ) -> None:
         self.truth = truth
         self.arrived = arrived
+        self.renewed = renewed
+        self.renew_status = renew_status
+        self.handed_out: set[bytes] = set()
         self.plans: Iterator[Plan] = itertools.cycle(plans)
         self.loop = asyncio.get_running_loop()
+
+    def hand_out(self, hand_off: HandOff) -> bytes:
+        """Remember that it was given out, and return it as it is sent."""
+        text = hand_off.text()
+        self.handed_out.add(text)
+        return text
 
     async def serve(self) -> None:
         listening = await self.loop.create_server(lambda: Connection(self), "127.0.0.1", 0, backlog=4096)
@@ -256,15 +336,20 @@ class Server:
         await listening.serve_forever()
 
 
-async def serve(truth: Path, plans: list[Plan]) -> None:
-    with truth.open("ab") as out, truth.with_suffix(".arrived").open("ab", buffering=0) as arrived:
-        await Server(out, arrived, plans).serve()
+async def serve(truth: Path, plans: list[Plan], renew_status: int) -> None:
+    with (
+        truth.open("ab") as out,
+        truth.with_suffix(".arrived").open("ab", buffering=0) as arrived,
+        truth.with_suffix(".renewed").open("ab", buffering=0) as renewed,
+    ):
+        await Server(out, arrived, renewed, plans, renew_status).serve()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--truth", type=Path, required=True)
     parser.add_argument("--plans", default="[{}]")
+    parser.add_argument("--renew-status", type=int, default=200, help="how renewals are answered")
     parser.add_argument("--core", type=int, default=-1, help="pin to this core")
     given = parser.parse_args()
     if given.core >= 0:
@@ -272,7 +357,7 @@ def main() -> None:
     gc.disable()  # its pauses would be held against the client
     with Path(os.devnull).open("rb") as nothing:  # grow the table of descriptors now: it stops a process for 10 ms
         os.close(fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, 8000))
-    uvloop.run(serve(given.truth, msgspec.json.decode(given.plans, type=list[Plan])))
+    uvloop.run(serve(given.truth, msgspec.json.decode(given.plans, type=list[Plan]), given.renew_status))
 
 
 if __name__ == "__main__":

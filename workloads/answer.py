@@ -10,6 +10,7 @@ from workloads.sse import SseReader, decode_event
 
 BROKEN_FINISHES: Final = frozenset({"abort", "error"})
 """Finish reasons with which an engine says that it gave up."""
+_NO_HAND_OFF: Final = (b"", b"null")
 
 
 class Answer:
@@ -25,6 +26,9 @@ class Answer:
         self._ids = array("q")
         self.done_ns = 0
         self.error = ""
+        self.hand_off = b""
+        """The last `kv_transfer_params` that came, byte for byte; empty if none did."""
+        self.cached_tokens: int | None = None
         self._finish_reason = ""
         self._counted_tokens: int | None = None
         self._reader = SseReader()
@@ -60,6 +64,10 @@ class Answer:
             self.done_ns = t_ns
         if event.usage is not None:
             self._counted_tokens = event.usage.completion_tokens
+            if event.usage.prompt_tokens_details is not None:
+                self.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+        if (hand_off := bytes(event.kv_transfer_params)) not in _NO_HAND_OFF:
+            self.hand_off = hand_off
         if not self.error and (event.error is not None or event.object == "error"):
             self.error = f"the stream said: {event.error_text}"
 

@@ -99,20 +99,39 @@ class Reply(HTTPResponse):
 def get_json(host: Host, path: str, timeout_s: float) -> Any:
     """Return what GET `path` answers, decoded; None if it is no JSON or not status 200.
 
-    Raises OSError if nothing answers within `timeout_s`.
+    Raises OSError if nothing answers within `timeout_s`, HTTPParseError if the answer is no HTTP.
     """
+    status, body = _ask(host, host.head("GET", path, {}), timeout_s)
+    return _decoded(body) if status == 200 else None
+
+
+def post_json(host: Host, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
+    """Send `body` to `path`; return the status, and what was answered, decoded (None if it is no JSON).
+
+    Raises as `get_json`.
+    """
+    head = host.head("POST", path, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+    status, answer = _ask(host, head + body, timeout_s)
+    return status, _decoded(answer)
+
+
+def _ask(host: Host, request: bytes, timeout_s: float) -> tuple[int, bytes]:
     reply, body = Reply(), b""
     with gevent.Timeout(timeout_s, TimeoutError(f"no answer within {timeout_s:g} s")):
         sock = host.connect()
         try:
-            sock.sendall(host.head("GET", path, {}))
+            sock.sendall(request)
             while not reply.message_complete and (data := sock.recv(READ_BYTES)):
                 reply.feed(data)
                 body += reply.take()
         finally:
             sock.close()
-    if reply.get_code() != 200:
-        return None
+    if not reply.headers_complete:
+        raise ConnectionError("the connection was closed without an answer")
+    return reply.get_code(), body
+
+
+def _decoded(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -28,15 +28,27 @@ class Outcome(enum.StrEnum):
 class PromptSpec(msgspec.Struct, frozen=True):
     """What a prompt is made from, so that it can be made again and its right answer computed.
 
-    `prefix_tokens` leading tokens are drawn from the stream (`seed`, "prefix", `prefix_group`), the rest from
-    (`seed`, "prompt", `index`).
+    A first turn: `prefix_tokens` leading tokens are drawn from the stream (`seed`, "prefix", `prefix_group`), the rest
+    from (`seed`, "prompt", `index`).
+
+    A prompt of blocks (`block_ids`, one for each `block_tokens` tokens): a block's tokens are drawn from (`seed`,
+    "block", its id), so equal ids are equal tokens; the last block is cut short.
+
+    A later turn (`after` is the request id of the turn before): that turn's prompt, the tokens that it was answered,
+    and then tokens of its own from (`seed`, "turn", `index`, `turn`).
     """
 
     seed: int
     index: int
+    """Number in the plan: of the request, or of the session that it is a turn of."""
     input_tokens: int
+    """Of the whole prompt."""
     prefix_group: int = -1
     prefix_tokens: int = 0
+    block_ids: list[int] = []
+    block_tokens: int = 0
+    after: str = ""
+    turn: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +64,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     attempt: int = 1
     prompt: PromptSpec
+    session: int = -1
+    """Which session of the plan it belongs to; a request without turns is a session of its own. -1: not known."""
+    turn: int = 0
+    """Which turn of its session, 0 for the first."""
+    think_ms: float = 0.0
+    """Planned time from the end of the turn before to `intended_ns`."""
     max_tokens: int
     intended_ns: int
     sent_ns: int
@@ -62,6 +80,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[Chunk] = []
     output_ids: list[int] = []
     """The tokens of the answer, in order, as far as they came."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server found in its cache, as its usage says; None: it did not say."""
+    kv_handed: bool = False
+    """Whether it sent the hand-off (`kv_transfer_params`) that ended the turn before."""
+    renewals: int = 0
+    """Renewals of that hand-off during the think time that were answered well, and, below, that were not."""
+    renewals_failed: int = 0
     outcome: Outcome
     http_status: int = 0
     error: str = ""

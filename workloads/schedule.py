@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Final, TypeVar
 
@@ -62,6 +63,13 @@ class ArrivalSchedule(msgspec.Struct, frozen=True, kw_only=True):
             if offset_ns >= end_ns:
                 return
             yield Arrival(index, offset_ns)
+
+    def end_ns(self) -> int | None:
+        """Return an offset that no arrival comes after; None if the schedule never ends."""
+        if self.count is None:
+            return None if self.duration_s is None else round(self.duration_s * NS_PER_S)
+        last = deque(self, maxlen=1)
+        return last[0].offset_ns if last else 0
 
     def shard(self, index: int, shards: int) -> Iterator[Arrival]:
         """Yield every `shards`-th arrival from the `index`-th on: the shards together are this schedule, each once."""

@@ -17,11 +17,18 @@ class BadStream(ValueError):
     """The server sent something that is no OpenAI stream."""
 
 
+class PromptDetails(msgspec.Struct, frozen=True, gc=False):
+    """How many of the prompt's tokens the server found in its cache."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """How many tokens the server counted."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +63,8 @@ class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     error: Any = None
     object: str | None = None
     message: str | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    """Two-turn mode of vLLM's NixlConnector: where the KV of this answer waits for a next turn, as it came."""
     done: bool = False
 
     @property

@@ -20,6 +20,9 @@ class Figures(msgspec.Struct, frozen=True, gc=False):
     ttft_ms: float | None
     mean_decode_gap_ms: float | None
     spoilt: bool
+    kv_handed: bool = False
+    renewals: int = 0
+    renewals_failed: int = 0
 
 
 def figures(record: RequestRecord, stopped: bool) -> Figures:
@@ -31,6 +34,9 @@ def figures(record: RequestRecord, stopped: bool) -> Figures:
         ttft_ms=record.ttft_ms,
         mean_decode_gap_ms=record.mean_decode_gap_ms,
         spoilt=bool(record.spoilt),
+        kv_handed=record.kv_handed,
+        renewals=record.renewals,
+        renewals_failed=record.renewals_failed,
     )
 
 
@@ -55,7 +61,17 @@ def summary(rows: Sequence[Figures]) -> str:
         f"  decode rate    {_spread(rates, (0.5,), 'tokens/s')}   ({len(rows) - len(rates)} of {len(rows)} censored)\n"
         f"  schedule lag   {_spread(lags, (0.5, 0.99), 'ms')}\n"
         f"  spoilt by the client's own lateness: {sum(row.spoilt for row in rows)}\n"
+        f"{_hand_offs(rows)}"
     )
+
+
+def _hand_offs(rows: Sequence[Figures]) -> str:
+    """Return the line about two-turn mode, none for a load without hand-offs."""
+    handed = sum(row.kv_handed for row in rows)
+    if not handed:
+        return ""
+    renewals, failed = sum(row.renewals for row in rows), sum(row.renewals_failed for row in rows)
+    return f"  hand-offs sent {handed}, renewed {renewals} times, renewals failed {failed}\n"
 
 
 def _spread(values: Sequence[float], shares: Sequence[float], unit: str) -> str:

@@ -61,14 +61,19 @@ class EngineMemory(Protocol):
         """The KV pool's words, shape [blocks, words a block]."""
         ...
 
+    @property
+    def kv_descriptor(self) -> int:
+        """The pool's descriptor, for this engine's other ranks; -1 if it has none."""
+        ...
+
 
 class PrivateMemory:
-    """Memory that dies with the engine."""
+    """Memory that dies with the engine. `shareable`: its KV pool can be handed to the engine's other ranks."""
 
-    def __init__(self, weights_bytes: int, kv_blocks: int) -> None:
+    def __init__(self, weights_bytes: int, kv_blocks: int, *, shareable: bool = False) -> None:
         self.weights_bytes_mapped = self.kv_bytes_mapped = 0
         self._weights = private_region({WEIGHTS: weights_bytes})
-        self._kv = private_region({KV: kv_blocks * BLOCK_BYTES})
+        self._kv = private_region({KV: kv_blocks * BLOCK_BYTES}, shareable=shareable)
 
     def prepare_weights(self, file: Path) -> str:
         """Map, and read the file."""
@@ -103,6 +108,11 @@ class PrivateMemory:
     def kv(self) -> Words:
         """The KV pool's words."""
         return self._kv.array(KV).reshape(-1, BLOCK_WORDS)
+
+    @property
+    def kv_descriptor(self) -> int:
+        """The pool's descriptor, -1 if it is not shareable."""
+        return self._kv.descriptor(KV)
 
 
 class SharedMemory:
@@ -208,3 +218,10 @@ class SharedMemory:
         if self._kv is None:
             raise RuntimeError("the KV pool is not mapped")
         return self._kv.array(KV).reshape(-1, BLOCK_WORDS)
+
+    @property
+    def kv_descriptor(self) -> int:
+        """The pool's descriptor."""
+        if self._kv is None:
+            raise RuntimeError("the KV pool is not mapped")
+        return self._kv.descriptor(KV)

@@ -1,14 +1,14 @@
 """The OpenAI-compatible bodies that the engine reads and writes.
 
 What is understood: `prompt` (text, or token ids) or `messages`, `max_tokens`, `stream`, `stream_options.include_usage`,
-`return_token_ids` (as in vLLM). What would change the answer and is not understood is refused; sampling parameters are
-accepted and have no effect, because the right answer is a function of the prompt.
+and as in vLLM `return_token_ids` and `kv_transfer_params`. What would change the answer and is not understood is
+refused; sampling parameters are accepted and have no effect, because the right answer is a function of the prompt.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -69,6 +69,7 @@ class Body(msgspec.Struct, frozen=True):
     echo: bool | None = False
     prompt: str | list[int | str | list[int]] | None = None
     messages: list[Message] | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -80,6 +81,8 @@ class Parsed(msgspec.Struct, frozen=True):
     include_usage: bool
     return_token_ids: bool
     chat: bool
+    kv_transfer_params: object = None
+    """As sent; its own rules check it (`rules.handoff`)."""
 
 
 _BODY: Final = msgspec.json.Decoder(Body)
@@ -114,7 +117,27 @@ def parse(raw: bytes, *, chat: bool, model: str) -> Parsed:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         return_token_ids=bool(body.return_token_ids),
         chat=chat,
+        kv_transfer_params=_params(body.kv_transfer_params),
     )
+
+
+class _OnlyParams(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def kv_transfer_params(raw: bytes) -> object:
+    """Return the `kv_transfer_params` of a body whatever else is wrong with it, None if there are none to be read."""
+    try:
+        return _params(msgspec.json.decode(raw, type=_OnlyParams).kv_transfer_params)
+    except (msgspec.DecodeError, RecursionError, RequestError):
+        return None
+
+
+def _params(raw: msgspec.Raw) -> object:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"kv_transfer_params is not JSON: {error}", "kv_transfer_params") from error
 
 
 def _field(message: str) -> str | None:
@@ -161,25 +184,28 @@ class Writer:
         self._event_head = f'data: {{{fields},"object":"{chunk_kind}","choices":[{{"index":0,'
         self._event_usage = f'data: {{{fields},"object":"{chunk_kind}","choices":[],'
 
-    def event(self, delta: list[int], *, finished: bool) -> bytes:
+    def event(self, delta: list[int], *, finished: bool, params: dict[str, Any] | None = None) -> bytes:
         """Return the server-sent event that carries `delta`. Token text needs no escaping."""
         text = tokens.decode(delta)
         content = f'"delta":{{"content":"{text}"}}' if self._parsed.chat else f'"text":"{text}"'
         ids = f',"token_ids":{delta}' if self._parsed.return_token_ids else ""
         reason = '"length"' if finished else "null"
-        return f'{self._event_head}{content},"logprobs":null{ids},"finish_reason":{reason}}}]}}\n\n'.encode()
+        end = f'"finish_reason":{reason}}}]{_handed_over(params)}}}'
+        return f'{self._event_head}{content},"logprobs":null{ids},{end}\n\n'.encode()
 
-    def usage_event(self, output_tokens: int, cached_tokens: int) -> bytes:
+    def usage_event(self, output_tokens: int, cached_tokens: int, params: dict[str, Any] | None = None) -> bytes:
         """Return the event with the usage."""
-        return f"{self._event_usage}{self._usage(output_tokens, cached_tokens)}}}\n\n".encode()
+        usage = self._usage(output_tokens, cached_tokens)
+        return f"{self._event_usage}{usage}{_handed_over(params)}}}\n\n".encode()
 
-    def whole(self, answer: list[int], cached_tokens: int) -> bytes:
+    def whole(self, answer: list[int], cached_tokens: int, params: dict[str, Any] | None = None) -> bytes:
         """Return the body of an answer that is not streamed."""
         text = tokens.decode(answer)
         content = f'"message":{{"role":"assistant","content":"{text}"}}' if self._parsed.chat else f'"text":"{text}"'
         ids = f',"token_ids":{answer}' if self._parsed.return_token_ids else ""
         choice = f'{{"index":0,{content},"logprobs":null{ids},"finish_reason":"length"}}'
-        return f'{self._whole_head}"choices":[{choice}],{self._usage(len(answer), cached_tokens)}}}'.encode()
+        usage = self._usage(len(answer), cached_tokens)
+        return f'{self._whole_head}"choices":[{choice}],{usage}{_handed_over(params)}}}'.encode()
 
     def _usage(self, output_tokens: int, cached_tokens: int) -> str:
         prompt = len(self._parsed.prompt)
@@ -187,6 +213,11 @@ class Writer:
             f'"usage":{{"prompt_tokens":{prompt},"completion_tokens":{output_tokens},'
             f'"total_tokens":{prompt + output_tokens},"prompt_tokens_details":{{"cached_tokens":{cached_tokens}}}}}'
         )
+
+
+def _handed_over(params: dict[str, Any] | None) -> str:
+    """Return the field with the hand-off, to be put behind others; "" if there is none."""
+    return "" if params is None else f',"kv_transfer_params":{msgspec.json.encode(params).decode()}'
 
 
 DONE: Final = b"data: [DONE]\n\n"

@@ -46,6 +46,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     weights_mib: int = 1024
     stream_interval_tokens: int = 1
     """Tokens a streamed chunk holds (the last may hold fewer)."""
+    reserve: bool = True
+    """Whether a request's whole length is reserved when it is admitted. If not, it grows a block at a time, and the
+    newest request is preempted when none is free."""
     init: list[InitPhase] = []
     detection_s: float = 0.0
     """Emulated time between a death and its notice, on top of the real one."""

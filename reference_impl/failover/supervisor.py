@@ -23,10 +23,12 @@ from reference_impl.failover.pidfd import start_ticks
 from reference_impl.failover.prober import Prober
 from reference_impl.failover.worker import ProcessInfo, WorkerConfig, WorkerStatus, write_status
 from reference_impl.processes import die_with_parent, end_child, last_line
-from reference_impl.realclock import now_ns
+from reference_impl.realclock import host_ns, now_ns
 from reference_impl.rules.clock import NS_PER_S
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.lifecycle import EngineState
+from reference_impl.time_namespace import EXIT_CODE as NO_SUCH_CLOCK
+from reference_impl.time_namespace import TimeNamespaceError, enter_for_children
 
 SUCCESSOR_LIMIT_S: Final = 30.0
 """How long a dead engine's restart waits for its successor to be awake."""
@@ -157,6 +159,9 @@ class Supervisor:
         engine = EngineConfig(
             engine_id=name,
             worker_id=config.worker_id,
+            role=config.role,
+            terms=config.terms,
+            ranks=config.ranks,
             profile=config.profile,
             weights_file=config.weights_file,
             weights_seed=config.weights_seed,
@@ -167,7 +172,7 @@ class Supervisor:
             events_file=str(Path(config.events_dir, f"events-{name}.jsonl")),
             status_fd=status_write,
             ticks_fd=ticks.fd,
-            spawned_ns=now_ns(),
+            spawned_ns=host_ns(),
             parent_pid=os.getpid(),
         )
         try:
@@ -261,7 +266,7 @@ class Supervisor:
         self._memory = ProcessInfo(
             name=name, role="memory-service", pid=process.pid, start_ticks=start_ticks(process.pid) or 0
         )
-        self._say_started(self._memory, now_ns())
+        self._say_started(self._memory, host_ns())
         return process
 
     async def _service_died(self, service: asyncio.subprocess.Process) -> None:
@@ -311,6 +316,12 @@ def main() -> None:
     config = msgspec.json.decode(sys.argv[1], type=WorkerConfig)
     if config.parent_pid:
         die_with_parent(config.parent_pid)
+    if config.clock_offset_s:
+        try:
+            enter_for_children(config.clock_offset_s)  # this process keeps the host's clock
+        except TimeNamespaceError as error:
+            print(f"worker {config.worker_id}: {error}", file=sys.stderr)  # noqa: T201 # the last line of its log
+            sys.exit(NO_SUCH_CLOCK)
     sys.exit(asyncio.run(_main(config)))
 
 

@@ -9,6 +9,8 @@ import msgspec
 
 from reference_impl.engine.profile import Profile
 from reference_impl.failover.prober import ProbeLimits
+from reference_impl.rules.routing import Role
+from reference_impl.rules.terms import KvTerms
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     logs_dir: str
     memory_bytes: int
     """The device's capacity."""
+    role: Role = Role.BOTH
+    terms: KvTerms = KvTerms()
+    """On which its engines keep KV for others and read theirs. Already scaled."""
+    ranks: int = 1
+    clock_offset_s: float = 0.0
+    """How far the clock of its engines and its memory service is ahead of the host's (`time_namespace`)."""
     host: str = "127.0.0.1"
     probe: ProbeLimits = ProbeLimits()
     parent_pid: int = 0

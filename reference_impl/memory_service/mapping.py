@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from reference_impl.memory_service.anonymous import AnonymousBackend
 from reference_impl.memory_service.backend import Access, Backend, Memory
 from reference_impl.memory_service.errors import BackendError, LayoutChanged, NotMapped, UnknownName
+from reference_impl.memory_service.host import HostBackend
 from reference_impl.rules.sessions import Entry, Layout
 
 
@@ -174,6 +175,10 @@ class MappedRegion:
         view.flags.writeable = self.writable
         return view
 
+    def descriptor(self, name: str) -> int:
+        """Return an allocation's descriptor, which stays the region's; -1 if its memory has none."""
+        return self._part(name).memory.handle
+
     def close(self) -> None:
         """Give memory, addresses and descriptors back. Closing twice is harmless."""
         if self.closed:
@@ -203,12 +208,13 @@ class MappedRegion:
             raise NotMapped("the region is closed; make a new one from an open client")
 
 
-def private_region(sizes_bytes: dict[str, int]) -> MappedRegion:
-    """Return a writable region of this process alone, without a service: what it holds dies with the process.
+def private_region(sizes_bytes: dict[str, int], *, shareable: bool = False) -> MappedRegion:
+    """Return a writable region without a service: what it holds dies with this process.
 
-    `unmap` loses its content. Raises `BackendError`.
+    `unmap` loses its content, unless it is `shareable`: then it has descriptors for this process's own children. Raises
+    `BackendError`.
     """
-    backend = AnonymousBackend()
+    backend: Backend = HostBackend() if shareable else AnonymousBackend()
     entries = tuple(Entry(name, size) for name, size in sizes_bytes.items())
     memories = [backend.create(entry.size_bytes, entry.name) for entry in entries]
     return MappedRegion.place(backend, entries, memories, Access.WRITE, None)

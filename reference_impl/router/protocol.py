@@ -9,7 +9,11 @@ from typing import Final
 
 import msgspec
 
+from reference_impl.rules.routing import Role
+
 REGISTER_PATH: Final = "/internal/register"
+HOLD_PATH: Final = "/internal/hold"
+RENEW_PATH: Final = "/v1/kv/renew"
 TOKEN_VARIABLE: Final = "PDPROOF_ROUTER_TOKEN"
 """Environment variable with the secret that an engine shows when it connects."""
 TOKEN_HEADER: Final = "x-pdproof-token"
@@ -23,6 +27,9 @@ class Register(msgspec.Struct, frozen=True):
     engine_id: str
     url: str
     epoch: int
+    role: Role = Role.BOTH
+    kv_engine_id: str = ""
+    """Its name among its peers, where that is another: `remote_engine_id` of its hand-offs."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -1,33 +1,33 @@
-"""The router: proxies completions to registered workers in turn, and lets no failure pass unseen (KVC-ROUT-001, -002).
+"""The router: who is registered, what is asked of whom (`router.proxy`), and what can be seen of it (KVC-ROUT-001).
 
-A request is sent once. If its worker fails before the answer began, the client gets 502; if it fails inside a stream,
-the client gets an error event and a connection that ends without its last chunk. Nothing is retried silently.
+An engine is chosen from its registration on, and never again once the connection of that registration has ended.
 """
 
 from __future__ import annotations
 
 import hmac
-import io
 from typing import Final
 
 import aiohttp
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
 
-from reference_impl.error_body import error_body
 from reference_impl.event_log import EventLog
-from reference_impl.router.protocol import MESSAGE_BYTES_MAX, REGISTER_PATH, TOKEN_HEADER, Answer, Register
+from reference_impl.router.hold import HandoffHold, Hold
+from reference_impl.router.protocol import (
+    HOLD_PATH,
+    MESSAGE_BYTES_MAX,
+    REGISTER_PATH,
+    RENEW_PATH,
+    TOKEN_HEADER,
+    Answer,
+    Register,
+)
+from reference_impl.router.proxy import Proxy, Refused, error_answer, read_body
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.routing import Route, RouteTable
 
 BODY_BYTES_MAX: Final = 8 * 2**20
-CONNECT_LIMIT_S: Final = 1.0
-WHOLE_BYTES_MAX: Final = 2**20
-SILENCE_LIMIT_S: Final = 120.0
-"""Longest wait for a worker's next byte."""
-_PASSED_ON: Final = ("Content-Type", "x-pdproof-worker", "x-pdproof-engine", "x-request-id")
-_UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
 
 class Router:
@@ -37,96 +37,25 @@ class Router:
         self._token = token
         self._events = events
         self._table = RouteTable()
-        self._in_flight: dict[Route, set[aiohttp.ClientResponse]] = {}
-        self._outcomes = {"passed_on": 0, "no_worker": 0, "worker_failed": 0, "client_gone": 0}
-        self._session: aiohttp.ClientSession | None = None
+        self._hold = HandoffHold()
+        self._proxy = Proxy(self._table, self._hold, self._drop)
         self.app = web.Application(client_max_size=BODY_BYTES_MAX)
-        self.app.cleanup_ctx.append(self._client)
+        self.app.cleanup_ctx.append(self._proxy.client)
         self.app.add_routes([
-            web.post("/v1/completions", self._proxy),
-            web.post("/v1/chat/completions", self._proxy),
-            web.get("/v1/models", self._proxy),
+            web.post("/v1/completions", self._proxy.completion),
+            web.post("/v1/chat/completions", self._proxy.completion),
+            web.get("/v1/models", self._proxy.models),
+            web.post(RENEW_PATH, self._proxy.renew),
             web.get("/health", self._health),
             web.get("/metrics", self._metrics),
+            web.get(HOLD_PATH, self._hold_report),
+            web.post(HOLD_PATH, self._hold_order),
             web.get(REGISTER_PATH, self._registration),
         ])  # fmt: skip
 
-    async def _client(self, _app: web.Application):  # type: ignore[no-untyped-def] # aiohttp's own generator type
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S, sock_read=SILENCE_LIMIT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
-        yield
-        await self._session.close()
-
-    async def _proxy(self, request: web.Request) -> web.StreamResponse:
-        try:
-            body = await request.read()
-        except (web.RequestPayloadError, ContentEncodingError) as error:
-            return _error(400, f"the body cannot be read: {error}")
-        route = self._table.choose()
-        if route is None or self._session is None:
-            self._outcomes["no_worker"] += 1
-            return _error(503, "no worker is registered; try again when one is", headers={"Retry-After": "1"})
-        try:
-            upstream = await self._session.request(
-                request.method, route.url + request.path, data=_payload(body),
-                headers={"Content-Type": request.headers.get("Content-Type", "application/json")},
-            )  # fmt: skip
-        except _UPSTREAM_ERRORS as error:
-            self._outcomes["worker_failed"] += 1
-            if isinstance(error, aiohttp.ClientConnectorError):
-                self._drop(route, "connect failed")
-            named = {"x-pdproof-worker": route.worker_id, "x-pdproof-engine": route.engine_id}
-            return _error(502, f"worker {route.worker_id} failed before it answered: {error!r}", headers=named)
-        in_flight = self._in_flight.setdefault(route, set())
-        in_flight.add(upstream)
-        try:
-            return await self._pass_on(request, upstream, route)
-        finally:
-            in_flight.discard(upstream)
-            upstream.close()  # an answer read to its end has given its connection back already
-
-    async def _pass_on(
-        self, request: web.Request, upstream: aiohttp.ClientResponse, route: Route
-    ) -> web.StreamResponse:
-        headers = {name: upstream.headers[name] for name in _PASSED_ON if name in upstream.headers}
-        if "Content-Length" in upstream.headers:
-            headers["Content-Length"] = upstream.headers["Content-Length"]
-        response = web.StreamResponse(status=upstream.status, headers=headers)
-        await response.prepare(request)
-        parts = upstream.content.iter_any()
-        while True:
-            try:
-                part = await anext(parts)
-            except StopAsyncIteration:
-                break
-            except _UPSTREAM_ERRORS as error:
-                return await self._broken_off(request, response, route, error)
-            try:
-                await response.write(part)
-            except ConnectionError:
-                self._outcomes["client_gone"] += 1
-                upstream.close()
-                raise
-        await response.write_eof()
-        self._outcomes["passed_on"] += 1
-        return response
-
-    async def _broken_off(
-        self, request: web.Request, response: web.StreamResponse, route: Route, error: BaseException
-    ) -> web.StreamResponse:
-        """End a stream whose worker failed: an error event, then no last chunk."""
-        self._outcomes["worker_failed"] += 1
-        if response.content_type == "text/event-stream":
-            message = f"worker {route.worker_id} failed inside the answer: {error!r}"
-            await response.write(b"data: " + error_body(message, "upstream_error", code=502) + b"\n\n")
-        if request.transport is not None:
-            request.transport.close()  # what is written still leaves; the chunked body stays without its end
-        return response
-
     async def _registration(self, request: web.Request) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get(TOKEN_HEADER, ""), self._token):
-            return _error(403, "this registration needs the deployment's token")
+        if not self._has_token(request):
+            return error_answer(403, "this registration needs the deployment's token")
         socket = web.WebSocketResponse(max_msg_size=MESSAGE_BYTES_MAX)
         await socket.prepare(request)
         route: Route | None = None
@@ -149,7 +78,7 @@ class Router:
         return socket
 
     def _register(self, asked: Register) -> tuple[Route | None, str]:
-        route = Route(asked.worker_id, asked.engine_id, asked.url, asked.epoch)
+        route = Route(asked.worker_id, asked.engine_id, asked.url, asked.epoch, asked.role, asked.kv_engine_id)
         replaced, refusal = self._table.register(route)
         told: dict[str, Scalar] = {"worker_id": asked.worker_id, "epoch": asked.epoch}
         if refusal:
@@ -167,29 +96,44 @@ class Router:
     def _forget(self, route: Route, reason: str) -> None:
         """Say that a route has gone, and end what still runs on it: its engine is dead, or fenced."""
         self._events.say(EventKind.ROUTER_REMOVED, route.engine_id, worker_id=route.worker_id, reason=reason)
-        for upstream in self._in_flight.pop(route, set()):
-            upstream.close()
+        self._proxy.end(route)
+
+    async def _hold_order(self, request: web.Request) -> web.StreamResponse:
+        if not self._has_token(request):
+            return error_answer(403, "to hold hand-offs needs the deployment's token")
+        try:
+            self._hold.order(msgspec.json.decode(await read_body(request), type=Hold))
+        except msgspec.DecodeError as error:
+            return error_answer(400, f"not an order to hold: {error}")
+        except Refused as refused:
+            return refused.answer
+        return await self._hold_report(request)
+
+    async def _hold_report(self, _request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self._hold.report()), content_type="application/json")
+
+    def _has_token(self, request: web.Request) -> bool:
+        shown = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(shown, self._token.encode())
 
     async def _health(self, _request: web.Request) -> web.Response:
         workers = [
-            {"worker_id": r.worker_id, "engine_id": r.engine_id, "epoch": r.epoch, "url": r.url}
+            {"worker_id": r.worker_id, "engine_id": r.engine_id, "epoch": r.epoch, "url": r.url, "role": r.role}
             for r in self._table.routes
         ]
         return web.json_response({"workers": workers}, status=200 if workers else 503)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        hold = self._hold.report()
         lines = ["# TYPE pdproof:router_workers gauge", f"pdproof:router_workers {len(self._table.routes)}",
                  "# TYPE pdproof:router_requests counter"]  # fmt: skip
-        lines += [f'pdproof:router_requests_total{{outcome="{k}"}} {v}' for k, v in self._outcomes.items()]
+        lines += [f'pdproof:router_requests_total{{outcome="{k}"}} {v}' for k, v in self._proxy.outcomes.items()]
+        lines += ["# TYPE pdproof:router_handoffs_holding gauge", f"pdproof:router_handoffs_holding {hold.holding}"]
+        for name, value in (
+            ("router_handoffs", self._proxy.handoffs),
+            ("router_handoffs_dropped", self._proxy.handoffs_dropped),
+            ("router_handoffs_held", hold.held),
+            ("router_handoffs_held_seconds", hold.held_s),
+        ):
+            lines += [f"# TYPE pdproof:{name} counter", f"pdproof:{name}_total {value}"]
         return web.Response(text="\n".join(lines) + "\n")
-
-
-def _payload(body: bytes) -> bytes | io.BytesIO | None:
-    """Small bodies go out in one write; a large one in pieces, so that it does not hold up everybody's streams."""
-    return None if not body else body if len(body) <= WHOLE_BYTES_MAX else io.BytesIO(body)
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    kind = "unavailable" if status == 503 else "upstream_error" if status == 502 else "invalid_request_error"
-    body = error_body(message, kind, code=status)
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 
 class OutOfBlocks(Exception):
@@ -17,17 +18,30 @@ class OutOfBlocks(Exception):
         super().__init__(f"{wanted} KV blocks wanted, {available} available")
 
 
+class Generations(Protocol):
+    """One counter a block: a list, or an array in memory that peers read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, block: int, /) -> int: ...
+
+    def __setitem__(self, block: int, count: int, /) -> None: ...
+
+
 class BlockPool:
     """Hands out the blocks `0 .. blocks - 1` and finds cached prefixes by digest.
 
     `generation[b]` counts how often block b was handed out anew: a reader that remembers it notices a recycled block.
+    It is raised before the new holder can write to the block. `generation` may be given, one counter a block.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, generation: Generations | None = None) -> None:
         if blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {blocks}")
+        if generation is not None and len(generation) != blocks:
+            raise ValueError(f"generation must have one counter for each of {blocks} blocks, got {len(generation)}")
         self.blocks = blocks
-        self.generation = [0] * blocks
+        self.generation: Generations = [0] * blocks if generation is None else generation
         self._references = [0] * blocks
         self._digest: list[bytes | None] = [None] * blocks
         self._index: dict[bytes, int] = {}
@@ -48,6 +62,24 @@ class BlockPool:
     def cached(self) -> int:
         """Blocks that nobody holds and whose content can be found again."""
         return len(self._cached)
+
+    def references(self, block: int) -> int:
+        """Return how many hold `block`."""
+        return self._references[block]
+
+    def fits(self, digests: Sequence[bytes], count: int) -> bool:
+        """Return whether `count` blocks can be had now: the longest cached prefix of `digests`, and new ones behind it.
+
+        True means that `take_prefix(digests)` and then `allocate` of the rest cannot fail.
+        """
+        found = idle = 0
+        for digest in digests:
+            block = self._index.get(digest)
+            if block is None:
+                break
+            found += 1
+            idle += not self._references[block]
+        return count - found <= self.available - idle
 
     def take_prefix(self, digests: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of `digests`, each with a reference more."""

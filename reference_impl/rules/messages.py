@@ -48,6 +48,8 @@ class Claim(msgspec.Struct, frozen=True, tag="claim", array_like=True):
     request: _Id
     reader: _Id
     within_ns: _Length
+    content: Annotated[str, msgspec.Meta(max_length=64)]
+    """Fingerprint of the tokens whose KV the reader expects: the holder compares, so no foreign KV is ever read."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):

@@ -7,18 +7,9 @@ from typing import Protocol
 
 import msgspec
 
-RANKS: tuple[int, ...] = (1, 2, 4, 8)
-"""How many ranks an engine may have: a block's eight head groups are shared out evenly."""
+from reference_impl.rules.agreement import RANKS, RankAddress
 
-
-class RankAddress(msgspec.Struct, frozen=True):
-    """What a peer needs to reach one rank: its agent's metadata, and where its memory lies."""
-
-    metadata: bytes
-    kv_address: int
-    """Of the whole pool's first byte, as this rank maps it."""
-    generations_address: int
-    """Of the array of block generations (uint64 each); 0 on every rank but the first."""
+__all__ = ["RANKS", "DataPlane", "Ended", "Notifier", "PeerRefused", "RankAddress", "ReadResult", "Transport"]
 
 
 class ReadResult(enum.StrEnum):

@@ -7,37 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference_impl.content import BLOCK_TOKENS, BLOCK_WORDS, Ints, Words, weight_words
+from reference_impl.content import (
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+    GROUP_WORDS,
+    HEAD_GROUPS,
+    SLOT_WORDS,
+    WORD_COLUMNS,
+    Words,
+    block_digests,
+    block_words,
+    digest_seed,
+    slot_seeds,
+    slot_words,
+    weight_words,
+)
 from reference_impl.engine.core import EngineCore, Sequence, audit
-from reference_impl.engine.profile import Profile
-from reference_impl.oracle import Weights, expected_answers
-
-WEIGHTS = Weights(seed=7, words=4096)
-PROFILE = Profile(
-    name="test", prefill_tokens_per_s=1e6, decode_base_s=0.001, decode_per_request_s=0.0001, chunk_tokens=64,
-    requests_max=8, context_tokens_max=2048, kv_blocks=256, weights_mib=1,
-)  # fmt: skip
-
-
-def make_core(profile: Profile = PROFILE) -> tuple[EngineCore, Words]:
-    kv = np.zeros((profile.kv_blocks, BLOCK_WORDS), np.uint64)
-    return EngineCore(profile).bind(kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words)), kv
-
-
-def prompt(length: int, seed: int = 1) -> Ints:
-    return np.random.default_rng(seed).integers(0, 4096, length)
-
-
-def run(core: EngineCore) -> None:
-    for _ in range(100_000):
-        if not core.has_work:
-            return
-        core.step()
-    pytest.fail("the core did not come to an end")
-
-
-def answer(sequence: Sequence) -> list[int]:
-    return sequence.tokens[sequence.prompt_tokens :].tolist()
+from reference_impl.oracle import expected_answers
+from tests.engine.cores import PROFILE, WEIGHTS, answer, make_core, prompt, run
 
 
 @settings(max_examples=40, deadline=None)
@@ -151,3 +138,44 @@ def test_what_could_never_run_is_refused(prompt_tokens: int, out: int, message: 
     with pytest.raises(ValueError, match=message):
         core.sequence("a", prompt(prompt_tokens), out)
     assert not core.has_work
+
+
+def test_a_word_stands_where_its_head_group_does() -> None:
+    seeds = np.arange(3 * BLOCK_TOKENS, dtype=np.uint64).reshape(3, BLOCK_TOKENS)
+    blocks, slots = block_words(seeds), slot_words(seeds)
+    for slot in range(BLOCK_TOKENS):
+        for place in range(SLOT_WORDS):
+            column = place // 4 * 64 + slot * 4 + place % 4
+            assert column == WORD_COLUMNS[slot, place]
+            assert (blocks[:, column] == slots[:, slot, place]).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_rank_owns_one_contiguous_part_of_a_block(ranks: int) -> None:
+    owner = np.empty(BLOCK_WORDS, np.int64)
+    for place in range(SLOT_WORDS):
+        owner[WORD_COLUMNS[:, place]] = place // GROUP_WORDS * ranks // HEAD_GROUPS
+    assert owner.tolist() == [word * ranks // BLOCK_WORDS for word in range(BLOCK_WORDS)]
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 40, 100])
+def test_prefill_and_decode_lay_blocks_out_alike(length: int) -> None:
+    """The bytes of a request are what the same tokens as one prompt would have left, up to the last token."""
+    core, kv = make_core()
+    sequence = core.sequence("a", prompt(length), 30, hold=True)
+    run(core)
+    tokens = sequence.tokens[: sequence.computed]
+    parents = [digest_seed(bytes(16)), *(digest_seed(d) for d in block_digests(tokens))]
+    padded = np.zeros(len(sequence.held_blocks) * BLOCK_TOKENS, np.int64)
+    padded[: len(tokens)] = tokens
+    parents = parents[: len(sequence.held_blocks)]
+    words = slot_words(slot_seeds(padded.reshape(-1, BLOCK_TOKENS), np.array(parents, np.uint64)))
+    for place in range(len(tokens)):
+        block, slot = sequence.held_blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS
+        assert (kv[block, WORD_COLUMNS[slot]] == words[place // BLOCK_TOKENS, slot]).all()
+
+
+def test_memory_in_pieces_is_refused() -> None:
+    kv = np.zeros((PROFILE.kv_blocks, 2 * BLOCK_WORDS), np.uint64)[:, ::2]
+    with pytest.raises(ValueError, match="one piece"):
+        EngineCore(PROFILE).bind(kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words))

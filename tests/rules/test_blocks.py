@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -47,6 +48,19 @@ class PoolMachine(RuleBasedStateMachine):
     def share(self, digests: list[int]) -> None:
         self.requests.append(self.pool.take_prefix([bytes([d]) for d in digests]))
 
+    @rule(digests=st.lists(st.integers(0, 5), max_size=4, unique=True), more=st.integers(0, BLOCKS))
+    def share_and_allocate(self, digests: list[int], more: int) -> None:
+        """`fits` says beforehand whether a prefix and new blocks behind it can be had."""
+        names = [bytes([d]) for d in digests]
+        count = len(digests) + more
+        promised = self.pool.fits(names, count)
+        prefix = self.pool.take_prefix(names)
+        self.requests.append(prefix)
+        missing = count - len(prefix)
+        assert promised == (missing <= self.pool.available)
+        if promised:
+            self.requests.append(self.pool.allocate(missing))
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -56,6 +70,8 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         assert self.pool.audit() == []
         assert self.pool.held == len({b for r in self.requests for b in r})
+        named = [b for r in self.requests for b in r]
+        assert [self.pool.references(b) for b in range(BLOCKS)] == [named.count(b) for b in range(BLOCKS)]
 
 
 PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
@@ -90,6 +106,22 @@ def test_a_block_handed_out_anew_has_another_generation() -> None:
     pool.release([block])
     pool.allocate(1)
     assert pool.generation[block] == before + 1
+
+
+def test_generations_are_counted_where_peers_can_read_them() -> None:
+    counters = np.zeros(3, np.uint64)
+    pool = BlockPool(3, counters)
+    taken = pool.allocate(2)
+    assert counters.tolist() == [1, 1, 0]
+    pool.release(taken)
+    assert counters.tolist() == [1, 1, 0], "a block that nobody has got anew still holds what it held"
+    pool.allocate(3)
+    assert counters.tolist() == [2, 2, 1]
+
+
+def test_counters_for_another_number_of_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="each of 3 blocks, got 2"):
+        BlockPool(3, [0, 0])
 
 
 def test_releasing_twice_and_sealing_what_is_not_held_are_refused() -> None:

@@ -11,7 +11,7 @@ from locust.env import Environment
 
 from reference_impl.realclock import now_ns
 from workloads.answer import Answer
-from workloads.prompts import Api, PromptFormat, request_body
+from workloads.prompts import Api, PromptFormat, prompt_tokens, request_body
 from workloads.row_file import RowFile
 from workloads.rows import Outcome, PromptSpec, RequestRecord
 
@@ -25,7 +25,8 @@ class TwinUser(FastHttpUser):
 
 def one(client: Any, index: int) -> RequestRecord:
     prompt = PromptSpec(0, index, 50)
-    body = request_body(prompt, model="golden", max_tokens=TOKENS, api=Api.COMPLETIONS, prompt_format=PromptFormat.IDS)
+    tokens, form = prompt_tokens(prompt), PromptFormat.IDS
+    body = request_body(tokens, model="golden", max_tokens=TOKENS, api=Api.COMPLETIONS, prompt_format=form)
     answer = Answer()
     headers = {"X-Request-Id": f"twin-{index}", "Content-Type": "application/json"}
     sent_ns = now_ns()

@@ -7,21 +7,38 @@ from pathlib import Path
 
 import pytest
 
-from workloads.options import BadOption, LoadOptions, add_options, from_namespace, shard_path
+from workloads.options import (
+    BadOption,
+    LoadOptions,
+    Options,
+    PdOptions,
+    SessionOptions,
+    TraceOptions,
+    add_options,
+    from_namespace,
+    shard_path,
+)
 from workloads.prompts import PromptFormat
 
 SAMPLE = str(Path(__file__).parents[2] / "workloads/traces/sample.jsonl")
 
 
-def parsed(*arguments: str) -> LoadOptions:
+KINDS = [PdOptions, SessionOptions, TraceOptions]
+
+
+def parsed_as(kind: type[Options], *arguments: str) -> Options:
     parser = argparse.ArgumentParser(prog="locust", usage="")
-    add_options(parser)
-    return from_namespace(parser.parse_args(arguments))
+    add_options(parser, kind, "workloads/some.py")
+    return from_namespace(parser.parse_args(arguments), kind)
+
+
+def parsed(*arguments: str) -> PdOptions:
+    return parsed_as(PdOptions, *arguments)
 
 
 def test_the_defaults_are_the_published_load() -> None:
     options = parsed()
-    assert options == LoadOptions()
+    assert options == PdOptions()
     assert (options.rate_per_s, options.input_tokens, options.output_tokens) == (0.7, 32_000, 1_000)
     assert options.format is PromptFormat.IDS
     assert parsed("--api", "chat").format is PromptFormat.TEXT
@@ -36,7 +53,6 @@ def test_the_defaults_are_the_published_load() -> None:
         (["--input-tokens", "1.5"], "--input-tokens: must be a whole number at least 1"),
         (["--seed", "-3"], "--seed: must be a whole number at least 0"),
         (["--arrivals", "weekly"], "--arrivals: invalid choice: 'weekly'"),
-        (["--trace", "/nowhere/t.jsonl"], "--trace: cannot read /nowhere/t.jsonl: No such file"),
         (["--rows", "/nowhere/rows.jsonl"], "--rows: /nowhere/rows.jsonl: no file can be made there"),
     ],
 )
@@ -53,10 +69,6 @@ def test_a_bad_value_is_named(capsys: pytest.CaptureFixture[str], arguments: lis
         (["--api", "chat", "--prompt-format", "ids"], "--prompt-format ids needs --api completions"),
         (["--prefix-groups", "2"], "--prefix-groups and --prefix-tokens are given together"),
         (["--prefix-groups", "2", "--prefix-tokens", "33000"], "at most --input-tokens (32000), got 33000"),
-        (
-            ["--trace", SAMPLE, "--prefix-groups", "2", "--prefix-tokens", "3"],
-            "--prefix-groups has no place beside --trace",
-        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(arguments: list[str], words: str) -> None:
@@ -67,19 +79,24 @@ def test_values_that_do_not_go_together_are_refused(arguments: list[str], words:
 
 def test_what_the_web_form_sends_is_checked_as_well() -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_options(parser, SessionOptions, "workloads/multiturn.py")
     form = parser.parse_args([])
     form.rate_per_s = -1.0
     with pytest.raises(BadOption, match="--rate-per-s: must be a number above 0"):
-        from_namespace(form)
+        from_namespace(form, SessionOptions)
+    form.rate_per_s, form.think_s = 1.0, "soon"
+    with pytest.raises(BadOption, match="--think-s: each time .* must be a number"):
+        from_namespace(form, SessionOptions)
 
 
-def test_the_help_of_the_load_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_help_of_the_load_names_every_option(kind: type[LoadOptions], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parsed("--help-load")
+        parsed_as(kind, "--help-load")
     assert not ended.value.code
-    text = " ".join(capsys.readouterr().out.split())
-    for name in LoadOptions.__struct_fields__:
+    text = " ".join(capsys.readouterr().out.split()).replace("--kv-handoff,", "--kv-handoff ")
+    assert "workloads/some.py" in text
+    for name in kind.__struct_fields__:
         assert f"--{name.replace('_', '-')} " in text
     assert "-u and -r are ignored" in text
 
@@ -88,8 +105,57 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "trace.jsonl"
     path.write_text("{}\n")
     with pytest.raises(SystemExit):
-        parsed("--trace", str(path))
-    assert "line 1: Object missing required field" in capsys.readouterr().err
+        parsed_as(TraceOptions, "--trace", str(path))
+    assert f"--trace: trace {path}, line 1: Object missing required field `timestamp`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--think-s", "1,,2"], "--think-s: each time (they are split by commas) must be a number at least 0"),
+        (["--think-s", "-1"], "got '-1'"),
+        (["--turns", "0"], "--turns: must be a whole number at least 1"),
+        (["--keep-alive-s", "often"], "--keep-alive-s: must be a number at least 0"),
+        (["--requests", "3"], "unrecognized arguments: --requests 3"),
+    ],
+)
+def test_a_bad_value_of_sessions_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed_as(SessionOptions, *arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (SessionOptions, ["--strict-openai"], "--strict-openai leaves out return_token_ids"),
+        (SessionOptions, ["--no-kv-handoff", "--keep-alive-s", "3"], "--keep-alive-s renews hand-offs"),
+        (TraceOptions, [], "name a trace with --trace FILE"),
+    ],
+)
+def test_what_a_kind_of_load_cannot_do_is_refused(
+    kind: type[LoadOptions], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(BadOption) as caught:
+        parsed_as(kind, *arguments)
+    assert words in str(caught.value)
+
+
+def test_a_trace_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed_as(TraceOptions, "--trace", "/nowhere/t.jsonl")
+    assert "--trace: cannot read /nowhere/t.jsonl: No such file" in capsys.readouterr().err
+    assert parsed_as(TraceOptions, "--trace", SAMPLE, "--time-scale", "10").time_scale == 10
+
+
+def test_think_times_are_a_list_or_one() -> None:
+    assert parsed_as(SessionOptions).thinks_s == (5.0,)
+    options = parsed_as(SessionOptions, "--think-s", "0.5,480", "--no-kv-handoff")
+    assert options.thinks_s == (0.5, 480.0)
+    assert not options.kv_handoff
 
 
 def test_rows_are_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

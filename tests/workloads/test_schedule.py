@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workloads.chance import generator
-from workloads.options import LoadOptions
-from workloads.plan import plan
+from workloads.options import LoadOptions, PdOptions, SessionOptions, TraceOptions
+from workloads.plan import Planned, longest_ns, plan
+from workloads.rows import PromptSpec
 from workloads.schedule import Arrivals, ArrivalSchedule, stripe
 
 NS_PER_S = 1e9
@@ -83,20 +84,62 @@ def test_a_schedule_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> N
         ArrivalSchedule(seed=0, **wrong)  # type: ignore[arg-type]
 
 
-def test_a_plan_is_the_same_whoever_walks_it() -> None:
-    options = LoadOptions(requests=50, prefix_groups=3, prefix_tokens=100, input_tokens=200, seed=9)
+def first(item: Planned) -> PromptSpec:
+    return item.turns[0].prompt
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PdOptions(requests=50, prefix_groups=3, prefix_tokens=100, input_tokens=200, seed=9),
+        SessionOptions(sessions=50, turns=4, think_s="1,2,3", seed=9),
+        TraceOptions(trace=SAMPLE, seed=9),
+    ],
+)
+def test_a_plan_is_the_same_whoever_walks_it(options: LoadOptions) -> None:
     whole = list(plan(options))
     shards = [item for index in range(4) for item in plan(options, index, 4)]
-    assert sorted(shards, key=lambda item: item.prompt.index) == whole
-    assert {item.prompt.prefix_group for item in whole} == {0, 1, 2}
-    assert {item.prompt.prefix_tokens for item in whole} == {100}
+    assert sorted(shards, key=lambda item: item.index) == whole
     assert list(plan(msgspec.structs.replace(options, seed=10))) != whole
+    end_ns = longest_ns(options)
+    assert end_ns is not None
+    assert whole[-1].offset_ns <= end_ns
+
+
+def test_prefix_groups_are_all_drawn() -> None:
+    whole = list(plan(PdOptions(requests=50, prefix_groups=3, prefix_tokens=100, input_tokens=200, seed=9)))
+    assert {first(item).prefix_group for item in whole} == {0, 1, 2}
+    assert {first(item).prefix_tokens for item in whole} == {100}
+    assert {len(item.turns) for item in whole} == {1}
+
+
+def test_a_session_has_its_turns_and_draws_its_think_times() -> None:
+    options = SessionOptions(sessions=40, turns=4, think_s="0,1.5,60", turn_tokens=7, keep_alive_s=9)
+    whole = list(plan(options))
+    starts = ArrivalSchedule(seed=0, rate_per_s=0.7, count=40)
+    assert [item.offset_ns for item in whole] == [arrival.offset_ns for arrival in starts]
+    for item in whole:
+        assert [turn.prompt.turn for turn in item.turns] == [0, 1, 2, 3]
+        assert [turn.prompt.input_tokens for turn in item.turns] == [8000, 7, 7, 7]
+        assert item.turns[0].think_ms == 0
+        assert (item.kv_handoff, item.keep_alive_s) == (True, 9)
+    assert {turn.think_ms for item in whole for turn in item.turns[1:]} == {0, 1500, 60_000}
+    assert longest_ns(options) == whole[-1].offset_ns + 3 * (600 + 60) * NS_PER_S
+
+
+def test_a_plan_without_an_end_says_so() -> None:
+    assert longest_ns(PdOptions()) is None
+    assert longest_ns(PdOptions(duration_s=3)) == 3 * NS_PER_S
+    assert longest_ns(SessionOptions(duration_s=3, turns=2, think_s="1", request_timeout_s=10)) == 14 * NS_PER_S
 
 
 def test_a_plan_of_a_trace_follows_the_trace() -> None:
-    whole = list(plan(LoadOptions(trace=SAMPLE)))
+    options = TraceOptions(trace=SAMPLE)
+    whole = list(plan(options))
     assert len(whole) == 40
     assert whole[0].offset_ns == 0
-    assert (whole[0].prompt.input_tokens, whole[0].max_tokens) == (2347, 424)
-    assert list(plan(LoadOptions(trace=SAMPLE, requests=5))) == whole[:5]
-    assert list(plan(LoadOptions(trace=SAMPLE, duration_s=2.0))) == whole[:3]
+    assert (first(whole[0]).input_tokens, whole[0].turns[0].max_tokens) == (2347, 424)
+    assert first(whole[0]).block_ids == [0, 1000, 1001, 1002, 1003]
+    assert longest_ns(options) == whole[-1].offset_ns
+    assert list(plan(msgspec.structs.replace(options, requests=5))) == whole[:5]
+    assert list(plan(msgspec.structs.replace(options, duration_s=2.0))) == whole[:3]

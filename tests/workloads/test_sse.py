@@ -100,6 +100,23 @@ def test_an_error_in_the_stream_fails_the_request(event: bytes, words: str) -> N
     assert words in error
 
 
+def test_the_last_hand_off_that_came_is_kept_as_it_came() -> None:
+    answer = answer_of([
+        b'data: {"choices":[{"text":"a"}],"kv_transfer_params": {"remote_port" : 1} }\n\n',
+        b'data: {"choices":[],"usage":{"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":48}},'
+        b'"kv_transfer_params":{"remote_port": 2.0, "x":[null]}}\n\n',
+        b'data: {"choices":[{"text":"","finish_reason":"stop"}],"kv_transfer_params":null}\n\ndata: [DONE]\n\n',
+    ])  # fmt: skip
+    assert answer.hand_off == b'{"remote_port": 2.0, "x":[null]}'
+    assert answer.cached_tokens == 48
+    assert answer.verdict() == (Outcome.OK, "")
+
+
+def test_an_answer_without_hand_off_has_none() -> None:
+    answer = answer_of([STREAM])
+    assert (answer.hand_off, answer.cached_tokens) == (b"", None)
+
+
 def test_done_without_a_finish_reason_is_cut_short() -> None:
     outcome, error = answer_of([b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n']).verdict()
     assert outcome is Outcome.FAIL

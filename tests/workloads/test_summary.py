@@ -33,6 +33,12 @@ def test_requests_without_a_first_token_are_endless_not_absent() -> None:
     assert "lateness: 1" in text
 
 
+def test_hand_offs_are_told_where_there_are_some() -> None:
+    handed = msgspec.structs.replace(GOOD, kv_handed=True, renewals=3, renewals_failed=1)
+    assert "hand-offs sent 2, renewed 6 times, renewals failed 2" in summary([figures(handed, False)] * 2)
+    assert "hand-offs" not in summary([figures(GOOD, False)])
+
+
 def test_what_the_end_of_the_load_broke_off_is_no_failure() -> None:
     assert not figures(STOPPED, True).counts_as_failure
     assert figures(STOPPED, False).counts_as_failure

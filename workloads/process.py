@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import select
+import signal
 import sys
 from abc import ABC, abstractmethod
 from typing import Any, Final
 
 import gevent
 import msgspec
+import psutil
 from gevent.event import Event
 from geventhttpclient.response import HTTPParseError
 
@@ -17,6 +22,7 @@ from workloads.host import Host, HostRefused, get_json
 from workloads.load import CUT_S, START_AHEAD_S, Load, LoadPart
 from workloads.mooncake import BadTrace
 from workloads.options import BadOption, LoadOptions, from_namespace, shard_path
+from workloads.plan import longest_ns
 from workloads.row_file import RowFile
 from workloads.rows import NS_PER_MS, RequestRecord
 from workloads.summary import Figures, summary
@@ -29,7 +35,10 @@ CANNOT_WRITE: Final = 7
 LOST_WORKER: Final = 4
 PROBE_S: Final = 5.0
 WORKER_GRACE_S: Final = 10.0
-"""How long a worker's last rows may take to reach the master after its load must have ended."""
+"""How long a worker's last rows may take to reach the master after its load must have ended, and how long a worker may
+be silent before it is given up: one that locust misses for a moment on a busy machine comes back."""
+WORKER_END_S: Final = 2 * CUT_S
+"""How long workers may take to end after one of them was given up; then they are killed."""
 ENDED: Final = "pdproof_ended"
 STOP: Final = "pdproof_stop"
 
@@ -42,10 +51,10 @@ class CannotStart(Exception):
         self.code = code
 
 
-def checked_options(environment: Any) -> LoadOptions:
-    """Return the options. Raises `CannotStart`."""
+def checked_options(environment: Any, kind: type[LoadOptions]) -> LoadOptions:
+    """Return the options of a `kind` of load. Raises `CannotStart`."""
     try:
-        options = from_namespace(environment.parsed_options)
+        options = from_namespace(environment.parsed_options, kind)
         options.check_start(now_ns())
     except BadOption as error:
         raise CannotStart(str(error), USAGE) from None
@@ -74,8 +83,9 @@ def probe(url: str, model: str) -> tuple[Host, str]:
 class Process(ABC):
     """The load of this process, as locust's events drive it. `Alone` and `Worker` say what follows its end."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, kind: type[LoadOptions]) -> None:
         self._environment = environment
+        self._kind = kind
         self._runner = environment.runner
         self._load: Load | None = None
         self._file: RowFile | None = None
@@ -85,7 +95,7 @@ class Process(ABC):
     def test_start(self) -> None:
         """Start the load that the options ask for."""
         try:
-            options = checked_options(self._environment)
+            options = checked_options(self._environment, self._kind)
             host, model = probe(self._environment.host or "", options.model)
             load = self._load_of(options, host, model)
         except CannotStart as error:
@@ -200,8 +210,8 @@ class Ended(msgspec.Struct, frozen=True):
 class Worker(Process):
     """One of several processes: sends its shard, and tells the master when it is done."""
 
-    def __init__(self, environment: Any) -> None:
-        super().__init__(environment)
+    def __init__(self, environment: Any, kind: type[LoadOptions]) -> None:
+        super().__init__(environment, kind)
         self._runner.register_message(STOP, self._on_stop, concurrent=True)
 
     def place(self) -> LoadPart:
@@ -230,20 +240,24 @@ class Worker(Process):
 class Master:
     """Gives all workers one origin, and gathers what they came to."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, kind: type[LoadOptions]) -> None:
         self._environment = environment
+        self._kind = kind
         self._runner = environment.runner
         self._ended: list[Ended] = []
         self._shards = 0
         self._drain_s = 0.0
         self._all_ended = Event()
+        self._end_limit_ns: int | None = None
         self._told_to_stop = False
+        self._lost = False
         self._runner.register_message(ENDED, self._on_ended)
 
     def test_start(self) -> None:
         """Fix the origin and the number of shards; locust sends them to the workers with the options."""
         try:
-            options = checked_options(self._environment)
+            options = checked_options(self._environment, self._kind)
+            longest = _longest_ns(options)
             self._shards = self._runner.worker_count
             if self._shards != self._runner.worker_index_max:
                 raise CannotStart("a worker was lost before the start, and its shard with it; start again", LOST_WORKER)
@@ -254,8 +268,10 @@ class Master:
         given.pdproof_origin_ns = options.start_at_ns or now_ns() + round((1 + START_AHEAD_S) * 1e9)
         given.pdproof_shards = self._shards
         self._ended = []
-        self._told_to_stop = False
+        self._told_to_stop = self._lost = False
         self._drain_s = options.drain_s
+        after_s = options.drain_s + CUT_S + WORKER_GRACE_S
+        self._end_limit_ns = None if longest is None else given.pdproof_origin_ns + longest + round(after_s * 1e9)
         self._all_ended = Event()
         gevent.spawn(self._follow, self._all_ended)
 
@@ -275,10 +291,16 @@ class Master:
                 self._conclude()
 
     def _follow(self, all_ended: Event) -> None:
+        """Wait for all workers, but not for one that is gone, nor past the moment at which the plan must be over."""
+        seen_ns = now_ns()
         while not all_ended.wait(1.0):
-            if self._runner.worker_count < self._shards:
+            if self._runner.worker_count >= self._shards:
+                seen_ns = now_ns()
+            silent = now_ns() - seen_ns > WORKER_GRACE_S * 1e9
+            if silent or (self._end_limit_ns is not None and now_ns() > self._end_limit_ns):
                 self._conclude()
-        if not self._told_to_stop:
+        # A stop that locust itself began because every worker is gone leaves a headless run open for ever.
+        if self._lost or not self._told_to_stop:
             end_run(self._environment)
 
     def _on_ended(self, msg: Any, **_: Any) -> None:
@@ -292,8 +314,37 @@ class Master:
         if missing := self._shards - len(self._ended):
             line = f"{missing} of {self._shards} workers never said how they ended: their rows are not whole"
             self._ended.append(Ended([], line, LOST_WORKER))
+            self._lost = True
+            if self._environment.parsed_options.processes:
+                atexit.register(end_workers, _workers(), WORKER_END_S)
         conclude(self._environment, self._ended)
         self._all_ended.set()
+
+
+def _longest_ns(options: LoadOptions) -> int | None:
+    try:
+        return longest_ns(options)
+    except (BadTrace, OSError, ValueError) as error:
+        raise CannotStart(str(error), USAGE) from None
+
+
+def _workers() -> list[int]:
+    """Return the workers that locust forked; an embedded deployment is a child as well, but in a session of its own."""
+    pids = [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if os.getsid(pid) == os.getsid(0)]
+
+
+def end_workers(pids: list[int], within_s: float) -> None:
+    """Kill those of these children that do not end `within_s`: locust itself waits for each of them without a limit."""
+    limit_ns = now_ns() + round(within_s * 1e9)
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        if not select.select([descriptor], [], [], max(0.0, (limit_ns - now_ns()) / 1e9))[0]:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
 
 
 def conclude(environment: Any, parts: list[Ended]) -> None:

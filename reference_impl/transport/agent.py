@@ -1,0 +1,303 @@
+"""One NIXL agent: memory it offers, peers it knows, reads in flight. Everything NIXL raises ends here.
+
+What NIXL 1.5.1 does, and what follows from it:
+
+- With its progress thread an agent spins one core, connected or not. So we have none: `receive` and `advance` make
+  progress, and a peer's connection comes up only while somebody calls them.
+- Releasing a transfer in progress *succeeds, and its data lands later* (seen over TCP with a stopped peer), even after
+  the peer was removed. So no handle is released before its transfer has ended, and nothing here can be cut short.
+- Damaged metadata can end the process (SIGSEGV in its parser). So ours travels with its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference_impl.transport.base import PeerRefused
+from reference_impl.transport.plan import Descriptors
+
+POST_DESCRIPTORS_MAX: Final = 512
+POST_BYTES_MAX: Final = 16 << 20
+"""At most so much is read in one call of `advance`, about 2 ms: shared memory is copied within the call."""
+SCRATCH_WORDS_MIN: Final = 4096
+_DIGEST_BYTES: Final = 32
+
+T = TypeVar("T")
+
+
+def agent_name(engine_id: str, rank: int) -> str:
+    """Return the NIXL name of a rank: unique, since an engine's id is never used again."""
+    return f"{engine_id}/{rank}"
+
+
+def sealed(metadata: bytes) -> bytes:
+    """Return metadata behind its digest."""
+    return hashlib.sha256(metadata).digest() + metadata
+
+
+def opened(data: bytes) -> bytes:
+    """Return the metadata in `data`. Raises `PeerRefused` if it is damaged."""
+    digest, metadata = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if hashlib.sha256(metadata).digest() != digest:
+        raise PeerRefused(f"metadata of {len(data)} bytes is damaged: its digest does not match")
+    return metadata
+
+
+@dataclass(eq=False)
+class Get:
+    """One list of descriptors being read from a peer, one NIXL transfer after the other."""
+
+    peer: str
+    remote: Descriptors
+    local: Descriptors
+    done: Callable[[str], None]
+    """Called once nothing can land any more, with "" or what went wrong."""
+    next: int = 0
+    handle: Any = None
+    stopped: bool = False
+    """Set to start no further part: it then ends when what is in flight has landed."""
+
+
+@dataclass
+class _Budget:
+    """What one call of `advance` may still post."""
+
+    descriptors: int = POST_DESCRIPTORS_MAX
+    size_bytes: int = POST_BYTES_MAX
+
+    @property
+    def spent(self) -> bool:
+        return self.descriptors <= 0 or self.size_bytes <= 0
+
+
+@dataclass
+class Scratch:
+    """Registered words to read into for a while."""
+
+    words: NDArray[np.uint64]
+    in_use: bool = True
+
+
+class NixlAgent:
+    """An agent named `name`. Takes 0.4 s for the first of a process. Raises ImportError without NIXL, RuntimeError."""
+
+    def __init__(self, name: str) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # both are read when the libraries are loaded
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")
+        from nixl import nixl_agent, nixl_agent_config
+
+        self.name = name
+        self._disconnected: type[Exception] = _disconnect_error()
+        try:
+            self._nixl: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        except Exception as error:
+            raise RuntimeError(f"NIXL made no agent {name!r}: {_told(error)}") from error
+        self._gets: list[Get] = []
+        self._peers: set[str] = set()
+        self._lost: set[str] = set()
+        self._forgotten: set[str] = set()
+        self._scratch: list[Scratch] = []
+
+    def register(self, array: NDArray[Any]) -> None:
+        """Let peers read `array`, and us read into it. It must stay where it is. Raises RuntimeError."""
+        try:
+            self._nixl.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
+        except Exception as error:
+            raise RuntimeError(f"NIXL registered no {array.nbytes} bytes: {_told(error)}") from error
+
+    def metadata(self) -> bytes:
+        """Return what a peer must know of us, after all memory is registered."""
+        return sealed(self._nixl.get_agent_metadata())
+
+    def scratch(self, words: int) -> Scratch:
+        """Return registered room for `words`; give it back by `in_use = False` once nothing can land in it."""
+        for scratch in self._scratch:
+            if not scratch.in_use and len(scratch.words) >= words:
+                scratch.in_use = True
+                return scratch
+        room = max(SCRATCH_WORDS_MIN, 1 << (words - 1).bit_length())
+        made = Scratch(np.zeros(room, dtype=np.uint64))
+        self.register(made.words)
+        self._scratch.append(made)
+        return made
+
+    def load(self, name: str, data: bytes) -> None:
+        """Know the peer `name`. Raises `PeerRefused`."""
+        metadata = opened(data)
+        if name in self._forgotten:
+            self._forgotten.discard(name)
+            self._drop(name)
+        self._lost.discard(name)
+        try:
+            found = self._nixl.add_remote_agent(metadata)
+        except Exception as error:
+            raise PeerRefused(f"NIXL cannot use the metadata of {name!r}: {_told(error)}") from error
+        found = found.decode(errors="replace") if isinstance(found, bytes) else found
+        if found != name:
+            if found not in self._peers:
+                self._drop(found)
+            raise PeerRefused(f"the metadata of {name!r} is that of {found!r}")
+        self._peers.add(name)
+        self._attempt(lambda: self._nixl.make_connection(name))
+
+    def lost(self, name: str) -> bool:
+        """Whether a peer's connection has ended."""
+        return name in self._lost
+
+    def forget(self, name: str) -> None:
+        """Forget a peer, once its reads have ended."""
+        if name in self._peers:
+            self._peers.discard(name)
+            self._forgotten.add(name)
+            for get in self._gets:
+                get.stopped |= get.peer == name
+            self._drop_forgotten()
+
+    def start(self, peer: str, remote: Descriptors, local: Descriptors, done: Callable[[str], None]) -> Get:
+        """Read from `peer`; `advance` does it, and calls `done` when it has ended."""
+        get = Get(peer, remote, local, done)
+        self._gets.append(get)
+        return get
+
+    def advance(self) -> bool:
+        """Take every read a step further; return whether any moved."""
+        budget = _Budget()
+        at, ended = 0, 0
+        while at < len(self._gets):  # what a `done` starts comes last, and is reached
+            get = self._gets[at]
+            error = self._step(get, budget)
+            if error is None:
+                at += 1
+            else:
+                self._gets.remove(get)
+                ended += 1
+                get.done(error)
+        if self._forgotten:
+            self._drop_forgotten()
+        self._gets = self._gets[1:] + self._gets[:1]  # a long read must not keep a short one waiting
+        return ended > 0 or budget.descriptors < POST_DESCRIPTORS_MAX
+
+    def send(self, peer: str, message: bytes) -> bool:
+        """Send a notification; False if it did not leave."""
+        if peer not in self._peers or peer in self._lost:
+            return False
+        try:
+            self._nixl.send_notif(peer, message)
+        except Exception as error:
+            self._note(peer, error)
+            return False
+        return True
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return notifications with their senders' names, and let connections progress."""
+        found = self._attempt(self._nixl.get_new_notifs)
+        return [(sender, message) for sender, messages in (found or {}).items() for message in messages]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._gets
+
+    def close(self) -> None:
+        """End the agent: nothing is read or answered any more."""
+        for get in self._gets:
+            _release(get.handle)
+        self._gets.clear()
+        self._nixl = None
+
+    def _step(self, get: Get, budget: _Budget) -> str | None:
+        """Take a read further within the budget; return how it ended ("" or an error), None if it goes on."""
+        try:
+            while True:
+                if get.handle is not None and not self._landed(get):
+                    return None
+                if get.next == len(get.remote):
+                    return ""
+                if get.stopped:
+                    return "stopped"
+                if get.peer in self._lost or get.peer not in self._peers:
+                    return f"{get.peer} is gone"
+                if budget.spent:
+                    return None
+                self._post(get, budget)
+        except Exception as error:
+            self._note(get.peer, error)
+            _release(get.handle)
+            get.handle = None
+            return _told(error)
+
+    def _landed(self, get: Get) -> bool:
+        """Whether the transfer in flight has ended; then its handle is given back. Raises what NIXL raises."""
+        state = self._nixl.check_xfer_state(get.handle)
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            raise RuntimeError(f"NIXL says {state}")
+        _release(get.handle)
+        get.handle = None
+        return True
+
+    def _post(self, get: Get, budget: _Budget) -> None:
+        """Post the next part of a read: at least one descriptor, else as many as the budget has room for."""
+        sizes = np.cumsum(get.remote[get.next : get.next + budget.descriptors, 1])
+        count = max(1, int(np.searchsorted(sizes, budget.size_bytes, side="right")))
+        part = slice(get.next, get.next + count)
+        get.handle = self._nixl.initialize_xfer(
+            "READ",
+            self._nixl.get_xfer_descs(get.local[part], "DRAM"),
+            self._nixl.get_xfer_descs(get.remote[part], "DRAM"),
+            get.peer,
+        )
+        get.next += count
+        budget.descriptors -= count
+        budget.size_bytes -= int(sizes[count - 1])
+        if self._nixl.transfer(get.handle) == "ERR":
+            raise RuntimeError("NIXL says ERR")
+
+    def _note(self, peer: str, error: Exception) -> None:
+        """Remember that a peer has gone: its id never comes back, and each try would write a line to the log."""
+        if isinstance(error, self._disconnected):
+            self._lost.add(peer)
+
+    def _drop_forgotten(self) -> None:
+        busy = {get.peer for get in self._gets}
+        for name in self._forgotten - busy:
+            self._forgotten.discard(name)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._attempt(lambda: self._nixl.remove_remote_agent(name))
+
+    def _attempt(self, act: Callable[[], T]) -> T | None:
+        """Do something whose failure shows elsewhere."""
+        try:
+            return act()
+        except Exception:
+            return None
+
+
+def _disconnect_error() -> type[Exception]:
+    import nixl
+
+    found: type[Exception] = nixl.nixlRemoteDisconnectError
+    return found
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _release(handle: Any) -> None:
+    """Give a transfer's handle back. Its own finaliser would write to the log."""
+    if handle is not None:
+        try:
+            handle.release()
+        except Exception:
+            handle._released = True

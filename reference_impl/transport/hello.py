@@ -1,0 +1,239 @@
+"""The side channel: two engines introduce themselves over TCP, and compare clocks, before anything is read.
+
+A connection carries requests and answers in turn, each four bytes of length (big endian) and one msgpack message. What
+a peer does wrong costs only its own connection, and after `FRAME_LIMIT_S` so does its silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from reference_impl.rules.agreement import Hello, incompatible
+from reference_impl.rules.clocksync import Sample
+from reference_impl.transport.base import PeerRefused
+
+FRAME_BYTES_MAX: Final = 1 << 20
+FRAME_LIMIT_S: Final = 5.0
+CONNECTIONS_MAX: Final = 64
+REQUESTS_MAX: Final = 64
+"""Requests on one connection: a handshake has six."""
+SAMPLES: Final = 5
+_HEADER: Final = struct.Struct("!I")
+
+
+M = TypeVar("M")
+
+
+class Introduce(msgspec.Struct, frozen=True, tag="hello"):
+    """Asker: this is me. Answered by `Welcome` or `Refusal`."""
+
+    hello: Hello
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Answerer: and this is me; I can reach you from now on."""
+
+    hello: Hello
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """Answerer: we cannot exchange KV."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asker: tell what your clock shows."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Answerer: this."""
+
+    now_ns: int
+
+
+Request = Introduce | Ping
+Reply = Welcome | Refusal | Pong
+_requests: Final = msgspec.msgpack.Decoder(Request)
+_replies: Final = msgspec.msgpack.Decoder(Reply)
+
+
+class Handshake(msgspec.Struct, frozen=True):
+    """What a handshake found out: who answered, and how its clock stands to ours."""
+
+    theirs: Hello
+    samples: list[Sample]
+
+
+class HandshakeFailed(Exception):
+    """No handshake; the message says why, in one line."""
+
+
+class _Malformed(Exception):
+    """Bytes that are no frame, or no message."""
+
+
+class HandshakeServer:
+    """Answers handshakes. `mine` is asked for each, since addresses may come late (None is "not yet").
+
+    `meet` makes a compatible peer reachable for us and raises `PeerRefused` if it cannot be. It must not block long:
+    it runs in the event loop.
+    """
+
+    def __init__(
+        self, mine: Callable[[], Hello | None], meet: Callable[[Hello], None], now_ns: Callable[[], int]
+    ) -> None:
+        self._mine, self._meet, self._now_ns = mine, meet, now_ns
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.malformed = 0
+        self.refused = 0
+        self.port = 0
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen. Raises OSError, as for a port in use."""
+        self._server = await asyncio.start_server(self._serve, host, port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """End the listener and every connection."""
+        if self._server is not None:
+            self._server.close()
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if len(self._connections) <= CONNECTIONS_MAX:
+                await self._converse(reader, writer)
+        except _Malformed:
+            self.malformed += 1
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # it went, it was silent, or we are closing
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(REQUESTS_MAX):
+            async with asyncio.timeout(FRAME_LIMIT_S):
+                request = _decoded(_requests, await _read_frame(reader))
+            reply = self._answer(request)
+            async with asyncio.timeout(FRAME_LIMIT_S):
+                await _write_frame(writer, reply)
+
+    def _answer(self, request: Request) -> Reply:
+        if isinstance(request, Ping):
+            return Pong(self._now_ns())
+        mine = self._mine()
+        reason = "this engine does not serve yet" if mine is None else incompatible(mine, request.hello)
+        if not reason:
+            try:
+                self._meet(request.hello)
+            except PeerRefused as refused:
+                reason = str(refused)
+        if reason or mine is None:
+            self.refused += 1
+            return Refusal(reason[:4096])
+        return Welcome(mine)
+
+
+class HandshakeClient:
+    """Asks for handshakes. `now_ns` is our clock."""
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
+
+    async def connect(self, host: str, port: int, mine: Hello, expected_engine_id: str, limit_s: float) -> Handshake:
+        """Introduce ourselves to the engine `expected_engine_id` and take `SAMPLES` samples of its clock.
+
+        Raises `HandshakeFailed` within `limit_s` seconds: refused by either side, silent, gone, not the engine that was
+        expected (it was restarted: KVC-HSK-003), or not speaking our language.
+        """
+        async with _conversation(host, port, limit_s) as (reader, writer):
+            answer = await _ask(reader, writer, Introduce(mine))
+            if isinstance(answer, Refusal):
+                raise HandshakeFailed(f"{expected_engine_id} refused: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise HandshakeFailed(f"{host}:{port} answered a hello with {type(answer).__name__}")
+            theirs = answer.hello
+            if theirs.engine_id != expected_engine_id:
+                raise HandshakeFailed(
+                    f"{host}:{port} is {theirs.engine_id}, not {expected_engine_id}: restarted since the hand-off"
+                )
+            if reason := incompatible(mine, theirs):
+                raise HandshakeFailed(f"{expected_engine_id} does not suit us: {reason}")
+            samples = [await self._sample(reader, writer) for _ in range(SAMPLES)]
+        return Handshake(theirs, samples)
+
+    async def ping(self, host: str, port: int, limit_s: float) -> Sample:
+        """Take one more sample of the clock at an address. Raises `HandshakeFailed`."""
+        async with _conversation(host, port, limit_s) as (reader, writer):
+            return await self._sample(reader, writer)
+
+    async def _sample(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Sample:
+        sent_ns = self._now_ns()
+        answer = await _ask(reader, writer, Ping())
+        received_ns = self._now_ns()
+        if not isinstance(answer, Pong):
+            raise HandshakeFailed(f"a ping was answered with {type(answer).__name__}")
+        return Sample(sent_ns, answer.now_ns, received_ns)
+
+
+@contextlib.asynccontextmanager
+async def _conversation(
+    host: str, port: int, limit_s: float
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect for one conversation of `limit_s` seconds. Raises `HandshakeFailed` for all that can go wrong in it."""
+    where = f"{host}:{port}"
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                yield reader, writer
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        raise HandshakeFailed(f"{where} did not answer within {limit_s:g} s") from None
+    except asyncio.IncompleteReadError:
+        raise HandshakeFailed(f"{where} closed the connection in the middle") from None
+    except (OSError, OverflowError, UnicodeError) as error:  # the latter two: no port, no host name
+        raise HandshakeFailed(f"{where} cannot be reached: {error}") from None
+    except _Malformed as error:
+        raise HandshakeFailed(f"{where} speaks another language: {error}") from None
+
+
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> Reply:
+    await _write_frame(writer, request)
+    return _decoded(_replies, await _read_frame(reader))
+
+
+async def _write_frame(writer: asyncio.StreamWriter, message: Request | Reply) -> None:
+    body = msgspec.msgpack.encode(message)
+    writer.write(_HEADER.pack(len(body)) + body)
+    await writer.drain()
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    if not 0 < size <= FRAME_BYTES_MAX:
+        raise _Malformed(f"a frame announces {size} bytes; it may have 1 to {FRAME_BYTES_MAX}")
+    return await reader.readexactly(size)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _Malformed(f"a frame of {len(body)} bytes is no message: {error}") from None
