@@ -13,13 +13,18 @@ help: ## Show this list
 
 setup: $(READY) ## Make .venv and install everything from PyPI (the other targets do it by themselves)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements-nixl.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "pdproof needs Python 3.11 or later; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "setting up $(VENV) (about a minute)"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
 		{ echo "cannot make $(VENV): install the venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@case "$$(uname -s)-$$(uname -m)" in Linux-x86_64|Linux-aarch64) \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-nixl.txt || \
+		echo "warning: NIXL could not be installed: prefill/decode over NIXL is not available, its tests are skipped" >&2;; \
+	*) echo "warning: no NIXL for this platform: prefill/decode over NIXL is not available, its tests are skipped" >&2;; \
+	esac
 	@touch $@
 
 demo: $(READY) ## The main job: cold start against shadow recovery, one page in out/demo
@@ -42,7 +47,7 @@ bench: $(READY) ## Measure; results go to out/bench and are compared with the la
 	$(BIN)/python -m benchmarks --out $(OUT)/bench
 
 lock: $(READY) ## Renew constraints.txt from what is installed
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^pdproof' > constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^pdproof' -e '^nixl' > constraints.txt
 
 clean: ## Remove everything that was made
 	rm -rf $(VENV) $(OUT) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -30,11 +30,14 @@ class LoadFailed(PdproofError):
 
 
 class LocustLoad:
-    """One open-loop load of `load_s` seconds at `rate_per_s`, whose rows land in the run's parts."""
+    """One open-loop load of `load_s` seconds, whose rows land in the run's parts. Durations are as they pass.
 
-    def __init__(self, *, load: Load, rate_per_s: float, load_s: float, drain_s: float, seed: int) -> None:
+    With a `time_scale` arrivals come so many times faster, and think times are divided by it.
+    """
+
+    def __init__(self, *, load: Load, time_scale: float, load_s: float, drain_s: float, seed: int) -> None:
         self._load = load
-        self._rate_per_s = rate_per_s
+        self._time_scale = time_scale
         self._load_s = load_s
         self._drain_s = drain_s
         self._seed = seed
@@ -44,16 +47,14 @@ class LocustLoad:
         """Start the child and return the moment at which its schedule begins (monotonic ns)."""
         origin_ns = now_ns() + s_to_ns(LEAD_S)
         load = self._load
-        locustfile = importlib.util.find_spec("workloads.pd")
-        if locustfile is None or locustfile.origin is None:
-            raise LoadFailed("workloads.pd is not installed: run `make` again")
         arguments = [
-            "-f", locustfile.origin, "--headless", "--host", url, "--model", model,
-            "--rate-per-s", str(self._rate_per_s), "--arrivals", load.arrivals, "--duration-s", str(self._load_s),
+            "-f", _locustfile("workloads.multiturn" if load.sessions else "workloads.pd"), "--headless",
+            "--host", url, "--model", model, "--rate-per-s", str(load.rate_per_s * self._time_scale),
+            "--arrivals", load.arrivals, "--duration-s", str(self._load_s),
             "--input-tokens", str(load.input_tokens), "--output-tokens", str(load.output_tokens),
             "--seed", str(self._seed), "--request-timeout-s", str(load.request_timeout_s),
             "--drain-s", str(self._drain_s), "--start-at-ns", str(origin_ns),
-            "--rows", str(writer.parts / "requests-0.jsonl"),
+            "--rows", str(writer.parts / "requests-0.jsonl"), *self._of_sessions(),
         ]  # fmt: skip
         with (writer.logs / "locust.log").open("wb") as log:
             self._child = await asyncio.create_subprocess_exec(
@@ -62,6 +63,16 @@ class LocustLoad:
                 env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
             )  # fmt: skip
         return origin_ns
+
+    def _of_sessions(self) -> list[str]:
+        sessions = self._load.sessions
+        if sessions is None:
+            return []
+        think_s = ",".join(str(seconds / self._time_scale) for seconds in sessions.think_s)
+        return [
+            "--turns", str(sessions.turns), "--turn-tokens", str(sessions.turn_tokens), "--think-s", think_s,
+            "--keep-alive-s", str(sessions.keep_alive_s / self._time_scale),
+        ]  # fmt: skip
 
     async def wait(self, writer: RunWriter) -> None:
         """Wait until every request has ended. Raises LoadFailed if the load did not run to its end."""
@@ -84,3 +95,10 @@ class LocustLoad:
         """End the child if it still runs; it writes its running requests as unknown."""
         if self._child is not None:
             await end_child(self._child, STOP_LIMIT_S)
+
+
+def _locustfile(module: str) -> str:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise LoadFailed(f"{module} is not installed: run `make` again")
+    return found.origin

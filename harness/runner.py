@@ -11,26 +11,30 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
 
 from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
+from faults.router_hold import RouterHold
 from harness import content, machine
 from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
+from harness.holding import held
 from harness.load import LocustLoad
 from harness.progress import RunProgress
 from harness.run_folder import Manifest, RunFolder, RunWriter
 from harness.sampler import Sampler
-from harness.scenario import DRAIN, Arm, FaultSpec, Scenario
+from harness.scenario import DRAIN, Arm, FaultKind, FaultSpec, Scenario
 from harness.targets.reference import ReferenceTarget
+from reference_impl.deployment_options import scaled
 from reference_impl.engine.profile import ProfileError, load_profile
 from reference_impl.failover.pidfd import read_stat, start_ticks
 from reference_impl.realclock import now_ns, wall_ns
 from reference_impl.rules.clock import NS_PER_S, s_to_ns
 from reference_impl.rules.events import EventKind, Scalar
+from reference_impl.rules.terms import KvTerms, LeaseDesign
 from workloads.rows import RequestRecord, read_records
 
 TARGET_LIMIT_S: Final = 10.0
@@ -39,6 +43,8 @@ AUDIT_S: Final = 1.5
 FULL_BYTES: Final = 64 * 1024
 TICK_S: Final = 0.25
 LOOK_S: Final = 0.05
+LEASE_LOOK_S: Final = 0.5
+LEASE_SPARE_S: Final = 5.0
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +58,24 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     command: list[str]
     port: int = 0
+    design: LeaseDesign = LeaseDesign.LEASE
+    """Where KV moves: how a holder decides that nobody will read its blocks any more."""
+    clock_correction: bool = True
+
+    @property
+    def terms(self) -> KvTerms | None:
+        """The engines' terms at full scale; None if no KV moves."""
+        kv = self.scenario.kv
+        return kv.terms(self.design, clock_correction=self.clock_correction) if kv else None
+
+    @property
+    def label(self) -> str:
+        """What tells this run from the others of its scenario."""
+        terms = self.terms
+        if terms is None:
+            return self.arm
+        name = "lease" if terms.renews else f"{terms.design}-{terms.single_timeout:g}"
+        return name if terms.clock_correction else f"{name}-uncorrected"
 
     def real_s(self, seconds: float) -> float:
         """Return full-scale seconds as they pass in this run."""
@@ -79,7 +103,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         return Manifest(
             run_id=self.folder.name,
             scenario=self.scenario.name,
-            arm=self.arm,
+            arm=self.label,
             title=self.scenario.title,
             profile=self.profile,
             time_scale=self.time_scale,
@@ -93,9 +117,18 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
                 "scenario": msgspec.to_builtins(self.scenario),
                 "profile": msgspec.to_builtins(profile),
                 "target": "reference",
+                **self._moving(),
             },
             emulated=emulated,
         )
+
+    def _moving(self) -> dict[str, Any]:
+        """Return what readers of the folder need where KV moves: the terms as they are in this run, and the roles."""
+        terms = self.terms
+        if terms is None:
+            return {}
+        roles = {w: "prefill" if w.startswith("p") else "decode" for w in self.scenario.worker_ids}
+        return {"terms": msgspec.to_builtins(scaled(terms, self.time_scale)), "roles": roles}
 
 
 async def execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
@@ -120,7 +153,7 @@ def _is_full(place: Path) -> bool:
 async def _execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
     writer = RunWriter(plan.folder, plan.manifest())
     target = ReferenceTarget(
-        workers=plan.scenario.workers, arm=plan.arm, profile=plan.profile, time_scale=plan.time_scale,
+        scenario=plan.scenario, arm=plan.arm, terms=plan.terms, profile=plan.profile, time_scale=plan.time_scale,
         folder=plan.folder, port=plan.port,
     )  # fmt: skip
     started: list[ProcessRef] = []
@@ -168,7 +201,7 @@ class _Run:
         plan, scenario = self._plan, self._plan.scenario
         drain_s = plan.real_s(scenario.phases[-1].seconds)
         load = LocustLoad(
-            load=scenario.load, rate_per_s=scenario.load.rate_per_s * plan.time_scale,
+            load=scenario.load, time_scale=plan.time_scale,
             load_s=plan.real_s(scenario.load_s), drain_s=drain_s, seed=plan.seed,
         )  # fmt: skip
         phases: asyncio.Task[None] | None = None
@@ -224,19 +257,9 @@ class _Run:
         """Inject one fault and prove it; its healing is watched while the phase goes on."""
         self._faults += 1
         fault_id = f"{spec.kind}-{self._faults}"
-        victim = await self._victim(spec)
-        if victim is None:
-            reason = f"no engine of {spec.worker} was active within {TARGET_LIMIT_S:g} s"
-            self._writer.events.say(EventKind.FAULT_UNPROVED, fault_id, worker_id=spec.worker, reason=reason)
-            return
-        fault = self._fault(spec, victim)
-        told: dict[str, Scalar] = {
-            "worker_id": victim.worker_id,
-            "fault": spec.kind,
-            "target": victim.name,
-            "pid": victim.pid,
-        }
+        told: dict[str, Scalar] = {"worker_id": spec.worker, "fault": spec.kind}
         try:
+            fault = await self._fault(spec, told)
             if (hindered := fault.available()) is not None:
                 raise FaultMissed(hindered)
             moment = await fault.inject()
@@ -244,7 +267,24 @@ class _Run:
             self._writer.events.say(EventKind.FAULT_UNPROVED, fault_id, reason=str(error), **told)
             return
         self._writer.events.say_at(moment, EventKind.FAULT_INJECTED, fault_id, **told)
-        self._healing.append(asyncio.create_task(self._attest(fault, fault_id, victim.worker_id)))
+        self._healing.append(asyncio.create_task(self._attest(fault, fault_id, spec.worker)))
+
+    async def _fault(self, spec: FaultSpec, told: dict[str, Scalar]) -> Fault:
+        """Return the fault with its target chosen, which `told` learns. Raises FaultMissed if there is no target."""
+        if spec.kind is FaultKind.ROUTER_HOLD:
+            seconds = self._plan.real_s(spec.seconds)
+            told |= {"target": "router", "seconds": seconds, "requests": spec.requests}
+            return RouterHold(self._target.url, self._target.token, seconds=seconds, requests=spec.requests)
+        victim = await self._victim(spec)
+        if victim is None:
+            raise FaultMissed(f"no engine of {spec.worker} was active within {TARGET_LIMIT_S:g} s")
+        told |= {"target": victim.name, "pid": victim.pid}
+
+        def successor() -> str | None:
+            found = self._target.active_engine(spec.worker)
+            return found.name if found is not None and found.name != victim.name else None
+
+        return Kill(victim, successor)
 
     async def _victim(self, spec: FaultSpec) -> ProcessRef | None:
         with contextlib.suppress(TimeoutError):
@@ -254,13 +294,6 @@ class _Run:
                         return found
                     await asyncio.sleep(LOOK_S)
         return None
-
-    def _fault(self, spec: FaultSpec, victim: ProcessRef) -> Fault:
-        def successor() -> str | None:
-            found = self._target.active_engine(spec.worker)
-            return found.name if found is not None and found.name != victim.name else None
-
-        return Kill(victim, successor)
 
     async def _attest(self, fault: Fault, fault_id: str, worker_id: str) -> None:
         proof = await fault.prove()
@@ -282,6 +315,24 @@ class _Run:
             async with asyncio.timeout(limit_s):
                 while not self._whole(wanted):
                     await asyncio.sleep(LOOK_S)
+        await self._leases_ended()
+
+    async def _leases_ended(self) -> None:
+        """Wait, for as long as the longest lease may last, until nothing is kept for anybody."""
+        terms = self._plan.terms
+        if terms is None:
+            return
+        terms = scaled(terms, self._plan.time_scale)
+        longest_ns = max(terms.first_ns, terms.ttl_ns if terms.bidirectional_kv_xfer else 0)
+        self._progress.say(f"converge: waiting up to {longest_ns / NS_PER_S:.0f} s for the last lease to end")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_ns / NS_PER_S + LEASE_SPARE_S):
+                while self._standing():
+                    await asyncio.sleep(LEASE_LOOK_S)
+
+    def _standing(self) -> int:
+        """Return how many leases stand, by what their holders have said so far."""
+        return sum(lease.ended_ns is None for lease in held(RunFolder(self._writer.path)))
 
     def _emulated_init_s(self) -> float:
         return sum(p.seconds for p in load_profile(self._plan.profile).scaled(self._plan.time_scale).init)

@@ -20,7 +20,14 @@ INTERVAL_S: Final = 0.5
 SCRAPE_LIMIT_S: Final = 0.4
 _MEMFD: Final = "/memfd:pdproof:"
 _TAGS: Final = {"weights": "memory_weights_bytes", "kv_cache": "memory_kv_bytes"}
-_ENGINE_GAUGES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_ENGINE_GAUGES: Final = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "pdproof:leases_live",
+    "pdproof:lease_blocks_held", "pdproof:loads_running", "pdproof:recomputed_tokens_total",
+    "pdproof:reads_after_expiry_total", "pdproof:heartbeats_sent_total", "pdproof:heartbeats_failed_total",
+    "pdproof:notifications_malformed_total", "pdproof:handshakes_failed_total", "pdproof:loads_done_total",
+    "pdproof:loads_failed_total", "pdproof:turns_expired_total", "vllm:nixl_num_kv_expired_reqs_total",
+    "vllm:nixl_num_failed_transfers_total", "vllm:nixl_num_failed_notifications_total",
+}  # fmt: skip
 _OWN_MEMORY: Final = {
     "pdproof:weights_bytes_mapped": "memory_weights_bytes", "pdproof:kv_bytes_mapped": "memory_kv_bytes",
 }  # fmt: skip
@@ -31,7 +38,7 @@ class Sampler:
 
     `memory_weights_bytes`, `memory_kv_bytes` (node: the device): physical memory, as the kernel counts the memory
     service's memfds; of an engine with memory of its own, what it says it has mapped. `engine_pss_bytes`,
-    `open_descriptors` (node: `worker/process`). `vllm:*` (node: `worker/engine`).
+    `open_descriptors` (node: `worker/process`). `vllm:*`, `pdproof:*` (node: `worker/engine`).
     """
 
     def __init__(self, target: ReferenceTarget, writer: RunWriter) -> None:

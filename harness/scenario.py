@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from harness.errors import BadInput
 from reference_impl import named_toml
+from reference_impl.rules.terms import KvTerms, LeaseDesign, LoadPolicy
 
 PACKAGE: Final = "harness.scenarios"
 DRAIN: Final = "drain"
@@ -32,6 +33,19 @@ class Arrivals(enum.StrEnum):
     CONSTANT = "constant"
 
 
+class Sessions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arrivals are sessions of several turns.
+
+    Before each turn but the first lies a think time, drawn from `think_s` (seconds at full scale).
+    """
+
+    turns: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 3
+    turn_tokens: Annotated[int, msgspec.Meta(ge=1, le=TOKENS_MAX)] = 500
+    think_s: Annotated[list[Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]], msgspec.Meta(min_length=1)]
+    keep_alive_s: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
+    """During think time the client renews its blocks so often; 0: never."""
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An open loop of requests. At full scale: with a time scale K, arrivals come K times faster."""
 
@@ -40,6 +54,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     input_tokens: Annotated[int, msgspec.Meta(ge=1, le=TOKENS_MAX)] = 32_000
     output_tokens: Annotated[int, msgspec.Meta(ge=1, le=TOKENS_MAX)] = 1_000
     request_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX)] = 120.0
+    sessions: Sessions | None = None
 
 
 class FaultKind(enum.StrEnum):
@@ -47,13 +62,72 @@ class FaultKind(enum.StrEnum):
 
     KILL = "kill"
     """SIGKILL of the worker's active engine."""
+    ROUTER_HOLD = "router_hold"
+    """The router keeps hand-offs to itself for a while."""
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fault and the worker whose active engine it strikes."""
+    """A fault: of the worker whose active engine it strikes, or of the router."""
 
     kind: FaultKind
-    worker: str = "w0"
+    worker: str = ""
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
+    """router_hold: how long each hand-off is kept, at full scale."""
+    requests: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    """router_hold: how many hand-offs are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse a fault that would do nothing."""
+        if self.kind is FaultKind.KILL and not self.worker:
+            raise ValueError("a kill needs the worker whose active engine it strikes")
+        if self.kind is FaultKind.ROUTER_HOLD and not (self.seconds and self.requests):
+            raise ValueError("a router_hold needs seconds and requests above 0")
+
+
+_Ranks = Literal[1, 2, 4, 8]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
+
+
+class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefill and decode apart, and the terms on which KV moves between them; seconds at full scale.
+
+    Workers are called p0, p1 ... and d0, d1 ...
+    """
+
+    prefill: _Count = 1
+    decode: _Count = 1
+    prefill_ranks: _Ranks = 1
+    decode_ranks: _Ranks = 1
+    decode_slots: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+    """Requests that a decode engine runs at once; 0: as many as its profile says."""
+    decode_clock_offset_s: Annotated[float, msgspec.Meta(ge=-SECONDS_MAX, le=SECONDS_MAX)] = 0.0
+    """How far the decode workers' clock is ahead of the prefill workers'."""
+    kv_lease_duration: float = 30.0
+    single_timeout: float = 480.0
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: float = 480.0
+    kv_load_failure_policy: LoadPolicy = LoadPolicy.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        """Refuse terms that no engine would take."""
+        self.terms(LeaseDesign.LEASE, clock_correction=True)
+
+    def terms(self, design: LeaseDesign, *, clock_correction: bool) -> KvTerms:
+        """Return the engines' terms under a design."""
+        return KvTerms(
+            design=design,
+            kv_lease_duration=self.kv_lease_duration,
+            single_timeout=self.single_timeout,
+            bidirectional_kv_xfer=self.bidirectional_kv_xfer,
+            decoder_kv_blocks_ttl=self.decoder_kv_blocks_ttl,
+            kv_load_failure_policy=self.kv_load_failure_policy,
+            clock_correction=clock_correction,
+        )
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The workers' names."""
+        return [*(f"p{n}" for n in range(self.prefill)), *(f"d{n}" for n in range(self.decode))]
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,13 +142,16 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run does. `phases` follow one another; load arrives from the first to the last but `drain`.
 
-    Workers are called w0, w1 and so on.
+    Workers are called w0, w1 and so on; with `kv` they are split into those that prefill and those that decode.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,80}$")]
     title: str
     about: str = ""
     workers: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)] = 2
+    kv: KvSpec | None = None
+    profile: str = "default"
+    """The compute profile that it is meant for."""
     load: Load = Load()
     phases: list[Phase]
     requests_min: Annotated[int, msgspec.Meta(ge=1)] = 20
@@ -90,10 +167,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("the phase drain must have no fault and no repeats")
         if len(set(names)) != len(names):
             raise ValueError("each phase needs a name of its own; `repeats` runs one several times")
-        workers = [f"w{number}" for number in range(self.workers)]
         for phase in self.phases:
-            if phase.fault is not None and phase.fault.worker not in workers:
-                raise ValueError(f"phase {phase.name}: no worker {phase.fault.worker}; there are {', '.join(workers)}")
+            if phase.fault is not None:
+                self._check_fault(phase.name, phase.fault)
+        if self.load.sessions is not None and (self.kv is None or not self.kv.bidirectional_kv_xfer):
+            raise ValueError("load.sessions needs kv.bidirectional_kv_xfer = true: its turns read what decoding left")
+
+    def _check_fault(self, phase: str, fault: FaultSpec) -> None:
+        if fault.kind is FaultKind.KILL and fault.worker not in self.worker_ids:
+            raise ValueError(f"phase {phase}: no worker {fault.worker}; there are {', '.join(self.worker_ids)}")
+        if fault.kind is FaultKind.ROUTER_HOLD and self.kv is None:
+            raise ValueError(f"phase {phase}: router_hold needs [kv]: without it there are no hand-offs")
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The workers' names."""
+        return self.kv.worker_ids if self.kv else [f"w{number}" for number in range(self.workers)]
 
     @property
     def load_s(self) -> float:
@@ -117,3 +206,16 @@ def load_scenario(name: str) -> Scenario:
         return named_toml.load("scenario", name, PACKAGE, Scenario)
     except named_toml.BadToml as error:
         raise BadInput(str(error)) from error
+
+
+def with_kv(scenario: Scenario, **changes: float) -> Scenario:
+    """Return the scenario with some `kv` terms changed. Raises BadInput if they make no sense, or have no place."""
+    if not changes:
+        return scenario
+    if scenario.kv is None:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in changes)
+        raise BadInput(f"scenario {scenario.name} moves no KV: {named} has no place here")
+    try:
+        return msgspec.structs.replace(scenario, kv=msgspec.structs.replace(scenario.kv, **changes))
+    except ValueError as error:
+        raise BadInput(f"scenario {scenario.name}: {error}") from error

@@ -27,7 +27,7 @@ from reference_impl.content import BLOCK_BYTES
 from reference_impl.deployment_options import parse
 from reference_impl.engine.config import MODEL_NAME
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
-from reference_impl.engine.weights_file import WeightsError, ensure_weights
+from reference_impl.engine.weights_file import WEIGHTS_SEED, WeightsError, default_weights_dir, ensure_weights
 from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.worker import WorkerConfig, WorkerStatus, read_status, status_path
 from reference_impl.oracle import Weights
@@ -39,7 +39,6 @@ from reference_impl.rules.terms import KvTerms
 from reference_impl.time_namespace import EXIT_CODE as NO_SUCH_CLOCK
 from reference_impl.time_namespace import available, can_shift, uptime_s
 
-WEIGHTS_SEED: Final = 20_260_601
 PROGRESS_PREFIX: Final = "deployment: "
 ERROR_PREFIX: Final = "deployment: error: "
 START_LIMIT_S: Final = 120.0
@@ -71,6 +70,8 @@ class DeploymentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of every worker. Already scaled."""
     prefill_ranks: int = 1
     decode_ranks: int = 1
+    decode_slots: int = 0
+    """Requests that a decode worker runs at once; 0: as many as the profile says."""
     decode_clock_offset_s: float = 0.0
     """How far the decode workers' clock is ahead of the prefill workers'."""
     shadow: bool
@@ -230,6 +231,8 @@ class Deployment:
     async def _start_supervisor(self, place: Place, weights_file: Path, url: str) -> None:
         config = self._config
         profile = config.profile
+        if place.role is Role.DECODE and config.decode_slots:
+            profile = msgspec.structs.replace(profile, requests_max=config.decode_slots)
         worker = WorkerConfig(
             worker_id=place.worker_id,
             role=place.role,
@@ -309,13 +312,6 @@ def _redundant(status: WorkerStatus, shadow: bool) -> bool:
     return len(status.engines(EngineState.ACTIVE)) == 1 and parked == int(shadow)
 
 
-def default_weights_dir() -> Path:
-    """Return where made weights are kept between runs: PDPROOF_CACHE, or the user's cache folder."""
-    if folder := os.environ.get("PDPROOF_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdproof"
-
-
 async def _serve(arguments: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -335,6 +331,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
             terms=arguments.terms,
             prefill_ranks=arguments.prefill_ranks,
             decode_ranks=arguments.decode_ranks,
+            decode_slots=arguments.decode_slots,
             decode_clock_offset_s=arguments.decode_clock_offset_s,
             shadow=arguments.shadow,
             run_dir=run_dir,

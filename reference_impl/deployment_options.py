@@ -78,6 +78,8 @@ def _add_split(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefill-ranks", type=int, choices=RANKS, default=1,
                        help="processes that share out each block of a prefill worker")  # fmt: skip
     group.add_argument("--decode-ranks", type=int, choices=RANKS, default=1, help="the same of a decode worker")
+    group.add_argument("--decode-slots", type=int, default=0,
+                       help="requests that a decode worker runs at once (default: as the profile says)")  # fmt: skip
     group.add_argument("--decode-clock-offset-s", type=float, default=0.0,
                        help="put the decode workers' monotonic clock this far ahead of the prefill workers' (below 0: "
                        "behind), in a Linux time namespace")  # fmt: skip
@@ -100,6 +102,10 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     if not apart and arguments.workers < 1:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
     arguments.workers = arguments.workers or 0
+    if arguments.decode_slots < 0 or (arguments.decode_slots and not apart):
+        parser.error(
+            f"--decode-slots must be at least 0, and needs --prefill and --decode; got {arguments.decode_slots}"
+        )
     if arguments.decode_clock_offset_s and not apart:
         parser.error("--decode-clock-offset-s needs --prefill and --decode")
     if not abs(arguments.decode_clock_offset_s) <= OFFSET_MAX_S:

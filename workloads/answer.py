@@ -6,11 +6,10 @@ from array import array
 from typing import Final
 
 from workloads.rows import Chunk, Outcome
-from workloads.sse import SseReader, decode_event
+from workloads.sse import NO_PARAMS, SseReader, decode_event
 
 BROKEN_FINISHES: Final = frozenset({"abort", "error"})
 """Finish reasons with which an engine says that it gave up."""
-_NO_HAND_OFF: Final = (b"", b"null")
 
 
 class Answer:
@@ -66,7 +65,7 @@ class Answer:
             self._counted_tokens = event.usage.completion_tokens
             if event.usage.prompt_tokens_details is not None:
                 self.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
-        if (hand_off := bytes(event.kv_transfer_params)) not in _NO_HAND_OFF:
+        if event.kv_transfer_params is not NO_PARAMS and (hand_off := bytes(event.kv_transfer_params)) != b"null":
             self.hand_off = hand_off
         if not self.error and (event.error is not None or event.object == "error"):
             self.error = f"the stream said: {event.error_text}"

@@ -79,8 +79,7 @@ def _line(place: str, text: bytes, before_ms: float) -> _Line:
         if (length := getattr(line, name)) < 1:
             raise BadTrace(f"{place}: `{name}` must be at least 1 token, got {length}")
     if not line.timestamp >= before_ms:
-        raise BadTrace(f"{place}: `timestamp` must be at least {before_ms:g} ms (that of the line before), "
-                       f"got {line.timestamp:g}")  # fmt: skip
+        raise BadTrace(f"{place}: `timestamp` must not go back: {line.timestamp:g} ms after {before_ms:g} ms")
     blocks = -(-line.input_length // BLOCK_TOKENS)
     if len(line.hash_ids) != blocks:
         raise BadTrace(f"{place}: `hash_ids` must hold {blocks} ids, one for each {BLOCK_TOKENS} tokens of "

@@ -13,6 +13,10 @@ LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 """A line that grows past this is no event of ours; the stream is refused instead of filling the memory."""
 
 
+NO_PARAMS: Final = msgspec.Raw()
+"""What an event without `kv_transfer_params` has; by its identity, since this is asked once a chunk."""
+
+
 class BadStream(ValueError):
     """The server sent something that is no OpenAI stream."""
 
@@ -63,7 +67,7 @@ class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     error: Any = None
     object: str | None = None
     message: str | None = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    kv_transfer_params: msgspec.Raw = NO_PARAMS
     """Two-turn mode of vLLM's NixlConnector: where the KV of this answer waits for a next turn, as it came."""
     done: bool = False
 

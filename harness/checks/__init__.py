@@ -8,12 +8,16 @@ from typing import Final, TypeAlias
 from harness.checks.awake import at_most_one_awake
 from harness.checks.content import answers_are_right
 from harness.checks.errors import errors_only_in_fault_windows
-from harness.checks.faults import faults_are_proved
+from harness.checks.faults import faults_are_proved, scenario_of
+from harness.checks.leases import dead_readers_blocks_return, everything_is_free_at_the_end, leases_are_kept
 from harness.checks.load import load_is_sufficient
 from harness.checks.recovery import every_kill_recovers
 from harness.checks.redundancy import redundancy_is_restored
 from harness.checks.resources import nothing_is_left, resources_return
+from harness.checks.turns import turns_are_judged_rightly
+from harness.holding import terms_of
 from harness.run_folder import RunFolder
+from harness.scenario import FaultKind
 from harness.verdicts import CheckResult, Verdict, worst
 
 Check: TypeAlias = Callable[[RunFolder], CheckResult]
@@ -24,12 +28,28 @@ CHECKS: Final[dict[str, Check]] = {
     "recovery": every_kill_recovers,
     "errors-in-window": errors_only_in_fault_windows,
     "content": answers_are_right,
+    "leases-kept": leases_are_kept,
+    "reclaim": dead_readers_blocks_return,
+    "turns": turns_are_judged_rightly,
+    "all-free": everything_is_free_at_the_end,
     "one-awake": at_most_one_awake,
     "redundancy": redundancy_is_restored,
     "resources": resources_return,
     "nothing-left": nothing_is_left,
 }
 """By name, in the order in which a reader wants them."""
+OF_KILLS: Final = {"recovery", "one-awake", "redundancy", "reclaim"}
+"""Checks that only a scenario with kills can answer."""
+OF_MOVING_KV: Final = {"leases-kept", "reclaim", "turns", "all-free"}
+"""Checks that only a run in which KV moves between engines can answer."""
+
+
+def applicable(run: RunFolder) -> dict[str, Check]:
+    """Return the checks that this run can answer: the others have no subject in it."""
+    moves = terms_of(run) is not None
+    kills = any(phase.fault is not None and phase.fault.kind is FaultKind.KILL for phase in scenario_of(run).phases)
+    left_out = (set() if kills else OF_KILLS if moves else set()) | (set() if moves else OF_MOVING_KV)
+    return {name: check for name, check in CHECKS.items() if name not in left_out}
 
 
 def judge(run: RunFolder) -> list[CheckResult]:
@@ -41,7 +61,7 @@ def judge(run: RunFolder) -> list[CheckResult]:
                 found=run.incomplete,
             )
         ]  # fmt: skip
-    return [_judged(name, check, run) for name, check in CHECKS.items()]
+    return [_judged(name, check, run) for name, check in applicable(run).items()]
 
 
 def _judged(name: str, check: Check, run: RunFolder) -> CheckResult:

@@ -40,5 +40,5 @@ def _explains(kill: Recovery, row: Any) -> bool:
     over_ns = (kill.registered_ns or kill.fault_ns) + GRACE_NS
     if not kill.fault_ns <= row.end_ns <= over_ns:
         return False
-    on_victim = row.node_d == f"{kill.worker_id}/{kill.victim}" or not row.node_d
+    on_victim = f"{kill.worker_id}/{kill.victim}" in (row.node_d, row.node_p) or not row.node_d
     return bool(row.sent_ns <= kill.fault_ns + GRACE_NS and on_victim) or row.http_status in {502, 503}

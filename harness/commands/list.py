@@ -5,13 +5,19 @@ from __future__ import annotations
 import click
 
 from harness.checks import CHECKS
+from harness.commands.rule_table import print_rules
 from harness.scenario import load_scenario, scenario_names
 from reference_impl.engine.profile import load_profile, profile_names
 
 
 @click.command("list")
-def command() -> None:
-    """List scenarios, profiles and checks."""
+@click.argument("what", required=False, type=click.Choice(["rules"]), metavar="[rules]")
+@click.option("-v", "--verbose", is_flag=True, help="With `rules`: name the tests of each.")
+def command(what: str | None, *, verbose: bool) -> None:
+    """List scenarios, profiles and checks; or the rules of the catalogue, and which have tests."""
+    if what == "rules":
+        print_rules(names=verbose)
+        return
     click.echo("Scenarios (pdproof run NAME)")
     for name in scenario_names():
         scenario = load_scenario(name)

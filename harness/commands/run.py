@@ -12,16 +12,19 @@ from datetime import datetime
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 
 from harness.checks import judge, overall
 from harness.commands.exit_codes import exit_code
 from harness.commands.options import PORT, SEED, TimeScale
 from harness.commands.verdict_table import print_verdicts
+from harness.errors import BadInput
 from harness.progress import RunProgress
 from harness.run_folder import RunFolder
 from harness.runner import RunPlan, execute
-from harness.scenario import Arm, load_scenario
+from harness.scenario import Arm, load_scenario, with_kv
+from reference_impl.rules.terms import LeaseDesign
 
 
 def new_run_folder(parent: Path, scenario: str, arm: str, seed: int) -> Path:
@@ -47,7 +50,7 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 def perform(plan: RunPlan, console: Console) -> RunFolder:
     """Execute a plan with progress on the terminal, judge it, write the verdicts, and return the folder."""
-    with RunProgress(console, plan.arm) as progress, ended_like_ctrl_c():
+    with RunProgress(console, plan.label) as progress, ended_like_ctrl_c():
         run = asyncio.run(execute(plan, progress))
         progress.say("judging")
         run.write_verdicts(judge(run))
@@ -58,21 +61,48 @@ def perform(plan: RunPlan, console: Console) -> RunFolder:
 @click.argument("scenario")
 @click.option("--arm", type=click.Choice([a.value for a in Arm]), default=Arm.SHADOW.value, show_default=True,
               help="what stands behind an engine")  # fmt: skip
-@click.option("--profile", default="default", show_default=True, help="compute profile: a name or a .toml file")
+@click.option("--baseline", type=click.Choice([LeaseDesign.SINGLE_TIMEOUT.value]), default=None,
+              help="where KV moves: run the old design in place of leases, for comparison")  # fmt: skip
+@click.option("--single-timeout", type=click.FloatRange(0, 86_400, min_open=True), default=None,
+              help="seconds of the old design, at full scale; default: the scenario's (480)")  # fmt: skip
+@click.option("--decode-clock-offset-s", type=click.FloatRange(-1e6, 1e6), default=None,
+              help="how far the decode workers' clock is ahead (below 0: behind); default: the scenario's")  # fmt: skip
+@click.option("--no-clock-correction", is_flag=True,
+              help="compare peers' deadlines uncorrected, to see what happens then")  # fmt: skip
+@click.option("--profile", default="", help="compute profile: a name or a .toml file; default: the scenario's")
 @click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
 @click.option("--seed", type=SEED, default=2, show_default=True, help="of all chance")
 @click.option("--out", type=click.Path(path_type=Path), default=None,
               help="the run folder to make; default: a new one under runs/")  # fmt: skip
 @click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")
-def command(scenario: str, arm: str, profile: str, time_scale: float, seed: int, out: Path | None, port: int) -> int:
+def command(
+    scenario: str,
+    arm: str,
+    baseline: str | None,
+    single_timeout: float | None,
+    decode_clock_offset_s: float | None,
+    no_clock_correction: bool,
+    profile: str,
+    time_scale: float,
+    seed: int,
+    out: Path | None,
+    port: int,
+) -> int:
     """Run SCENARIO (a name from `pdproof list`, or a .toml file), judge it, and print the verdicts."""
     data = load_scenario(scenario)
+    changes = {"single_timeout": single_timeout, "decode_clock_offset_s": decode_clock_offset_s}
+    given = {name: value for name, value in changes.items() if value is not None}
+    data = with_kv(data, **given)
+    if data.kv is None and (baseline or no_clock_correction):
+        raise BadInput(f"scenario {data.name} moves no KV: --baseline and --no-clock-correction have no place here")
     plan = RunPlan(
-        scenario=data, arm=Arm(arm), profile=profile, time_scale=time_scale, seed=seed, port=port,
-        folder=out or new_run_folder(Path("runs"), data.name, arm, seed), command=["pdproof", *sys.argv[1:]],
+        scenario=data, arm=Arm(arm) if data.kv is None else Arm.COLD, profile=profile or data.profile,
+        time_scale=time_scale, seed=seed, port=port, folder=Path(), command=["pdproof", *sys.argv[1:]],
+        design=LeaseDesign(baseline or LeaseDesign.LEASE), clock_correction=not no_clock_correction,
     )  # fmt: skip
+    folder = out or new_run_folder(Path("runs"), data.name, plan.label, seed)
     console = Console(stderr=True)
-    run = perform(plan, console)
+    run = perform(msgspec.structs.replace(plan, folder=folder), console)
     print_verdicts(run, run.verdicts)
     return exit_code(overall(run.verdicts))

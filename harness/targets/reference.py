@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import shutil
 import signal
 import sys
@@ -15,11 +17,13 @@ import msgspec
 
 from faults.fault import ProcessRef
 from harness.errors import StartFailed
-from harness.scenario import Arm
+from harness.scenario import Arm, Scenario
 from reference_impl.deployment import ERROR_PREFIX, PROGRESS_PREFIX, Announcement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.processes import end_child
+from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
+from reference_impl.rules.terms import KvTerms
 
 START_LIMIT_S: Final = 900.0
 STOP_LIMIT_S: Final = 20.0
@@ -28,14 +32,25 @@ STOP_LIMIT_S: Final = 20.0
 class ReferenceTarget:
     """Starts, names and ends the processes of a reference deployment. Use `start`, and `stop` in any case."""
 
-    def __init__(self, *, workers: int, arm: Arm, profile: str, time_scale: float, folder: Path, port: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        scenario: Scenario,
+        arm: Arm,
+        terms: KvTerms | None,
+        profile: str,
+        time_scale: float,
+        folder: Path,
+        port: int = 0,
+    ) -> None:
         self._arguments = [
-            "--workers", str(workers), "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
+            "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
             "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
-            "--end-with-stdin",
+            "--end-with-stdin", *_workers(scenario, terms),
         ]  # fmt: skip
         self._run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
         self._arguments += ["--run-dir", str(self._run_dir)]
+        self._token = secrets.token_hex(32)
         self._child: asyncio.subprocess.Process | None = None
         self._announcement: Announcement | None = None
         self._watching: asyncio.Task[str] | None = None
@@ -45,7 +60,7 @@ class ReferenceTarget:
         self._child = child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "reference_impl.deployment", *self._arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True, env=os.environ | {TOKEN_VARIABLE: self._token},
         )  # fmt: skip
         if child.stdout is None or child.stderr is None:
             raise StartFailed("the deployment has no pipes")
@@ -84,6 +99,11 @@ class ReferenceTarget:
         return self.announcement.url
 
     @property
+    def token(self) -> str:
+        """The secret that the router's own interface asks for."""
+        return self._token
+
+    @property
     def announcement(self) -> Announcement:
         """What the deployment said when it was ready."""
         if self._announcement is None:
@@ -120,6 +140,24 @@ class ReferenceTarget:
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _workers(scenario: Scenario, terms: KvTerms | None) -> list[str]:
+    """Return the options of the deployment's workers; `terms` at full scale."""
+    kv = scenario.kv
+    if kv is None or terms is None:
+        return ["--workers", str(scenario.workers)]
+    options = {
+        "prefill": kv.prefill, "decode": kv.decode, "prefill-ranks": kv.prefill_ranks, "decode-ranks": kv.decode_ranks,
+        "decode-slots": kv.decode_slots, "decode-clock-offset-s": kv.decode_clock_offset_s, "design": terms.design,
+        "kv-lease-duration": terms.kv_lease_duration, "single-timeout": terms.single_timeout,
+        "decoder-kv-blocks-ttl": terms.decoder_kv_blocks_ttl, "kv-load-failure-policy": terms.kv_load_failure_policy,
+    }  # fmt: skip
+    return [
+        *(f"--{name}={value}" for name, value in options.items()),
+        *(["--bidirectional"] if terms.bidirectional_kv_xfer else []),
+        *([] if terms.clock_correction else ["--no-clock-correction"]),
+    ]
 
 
 async def _relay(stream: asyncio.StreamReader, progress: Callable[[str], None]) -> str:

@@ -200,6 +200,7 @@ class Connector:
         lease = self.producer.renew(handoff.request_id, now_ns)
         if lease is None:
             return None
+        self._say(EventKind.TURN_RENEWED, handoff.request_id, duration_s=(lease.deadline_ns - now_ns) / 1e9)
         return self._hand_off(handoff.request_id, lease.blocks, handoff.tokens, lease.deadline_ns).params()
 
     def _hand_off(self, request_id: str, blocks: list[int], tokens: int, expiry_ns: int) -> HandOff:
@@ -209,7 +210,7 @@ class Connector:
         )  # fmt: skip
 
     def _let_go(self, sequence: Sequence) -> None:
-        self.core.pool.release(sequence.held_blocks)
+        self.core.pool.release(reversed(sequence.held_blocks))
         sequence.held_blocks = []
 
     # Peers.
@@ -310,7 +311,7 @@ class Connector:
 
     def _freed(self, freed: Freed, now_ns: int) -> None:
         lease = freed.lease
-        self.core.pool.release(lease.blocks)
+        self.core.pool.release(reversed(lease.blocks))  # of a cached prefix the end is evicted first
         held_ms = (now_ns - lease.granted_ns) / NS_PER_MS
         told: dict[str, Scalar] = {"blocks": len(lease.blocks), "held_ms": held_ms, "turn": lease.turn}
         if freed.how is None:

@@ -14,6 +14,8 @@ import numpy as np
 
 from reference_impl.content import Words, weight_words
 
+WEIGHTS_SEED: Final = 20_260_601
+"""Of the weights that every engine here loads, unless it is told otherwise."""
 _MAKE_WORDS: Final = 2**20
 _READ_BYTES: Final = 16 * 2**20
 
@@ -28,6 +30,13 @@ class WeightsInfo(msgspec.Struct, frozen=True):
     seed: int
     words: int
     sha256: str
+
+
+def default_weights_dir() -> Path:
+    """Return where made weights are kept between runs: PDPROOF_CACHE, or the user's cache folder."""
+    if folder := os.environ.get("PDPROOF_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdproof"
 
 
 def weights_path(folder: Path, seed: int, size_bytes: int) -> Path:

@@ -317,7 +317,9 @@ class Consumer:
         load = self._reads.pop(read_id, None)
         if load is None:
             return
-        if problem:
+        if not problem and now_ns >= self._read_deadline_ns(load):
+            problem = "the read did not end within its limit"  # the holder need not have waited for it (S2)
+        if problem and not load.aborted:
             self.counts.failed_transfers += 1
             self.counts.torn += torn
         if load.aborted or load.stage is Stage.ABANDONED:

@@ -46,6 +46,7 @@ class EventKind(enum.StrEnum):
     LEASE_EXTENDED = "lease.extended"  # one a heartbeat. subject: the reader's engine id. detail: leases, unknown
     LEASE_RELEASED = "lease.released"  # detail: blocks, held_ms, how (read, hit, abort, failed), turn
     LEASE_EXPIRED = "lease.expired"  # detail: blocks, held_ms, turn
+    TURN_RENEWED = "turn.renewed"  # by the client. detail: duration_s
     CLAIM_REFUSED = "lease.claim_refused"  # a reader came too late, or with a used hand-off. detail: reader, reason
     # Loads, said by the reader. subject: its own request id. detail: engine_id, remote_engine_id, remote_request_id
     LOAD_DONE = "load.done"  # detail: tokens, blocks, waited_ms, read_ms

@@ -216,7 +216,7 @@ class NixlAgent:
         """Take a read further within the budget; return how it ended ("" or an error), None if it goes on."""
         try:
             while True:
-                if get.handle is not None and not self._landed(get):
+                if get.handle is not None and not self._landed(get, self._nixl.check_xfer_state(get.handle)):
                     return None
                 if get.next == len(get.remote):
                     return ""
@@ -233,9 +233,8 @@ class NixlAgent:
             get.handle = None
             return _told(error)
 
-    def _landed(self, get: Get) -> bool:
-        """Whether the transfer in flight has ended; then its handle is given back. Raises what NIXL raises."""
-        state = self._nixl.check_xfer_state(get.handle)
+    def _landed(self, get: Get, state: str) -> bool:
+        """Whether the transfer in flight has ended; then its handle is given back. Raises RuntimeError if it failed."""
         if state == "PROC":
             return False
         if state != "DONE":
@@ -258,8 +257,7 @@ class NixlAgent:
         get.next += count
         budget.descriptors -= count
         budget.size_bytes -= int(sizes[count - 1])
-        if self._nixl.transfer(get.handle) == "ERR":
-            raise RuntimeError("NIXL says ERR")
+        self._landed(get, self._nixl.transfer(get.handle))  # in shared memory it often has
 
     def _note(self, peer: str, error: Exception) -> None:
         """Remember that a peer has gone: its id never comes back, and each try would write a line to the log."""

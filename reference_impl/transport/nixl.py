@@ -317,12 +317,13 @@ class NixlTransport:
     def _compare(self, reading: _Reading, error: str) -> None:
         """Both readings of the generations are here."""
         reading.error = reading.error or error
+        first = int(reading.blocks.remote[0])
+        span = int(reading.blocks.remote[-1]) - first + 1
+        before, after = reading.scratch.words[:span], reading.scratch.words[span : 2 * span]
         torn = ""
-        if not reading.error:
-            at = reading.blocks.remote - reading.blocks.remote[0]
-            span = int(at[-1]) + 1
-            before, after = reading.scratch.words[:span][at], reading.scratch.words[span : 2 * span][at]
-            changed = reading.blocks.remote[before != after]
+        if not reading.error and not np.array_equal(before, after):
+            at = reading.blocks.remote - first
+            changed = reading.blocks.remote[before[at] != after[at]]
             if len(changed):
                 torn = f"{len(changed)} blocks were given away while they were read, the first is {changed[0]}"
         self._end(reading, torn)

@@ -47,9 +47,9 @@ def answer(sequence: Sequence) -> list[int]:
     return sequence.tokens[sequence.prompt_tokens : sequence.known_tokens].tolist()
 
 
-def right_answers(sequences: Iterable[Sequence]) -> list[list[int]]:
-    """What the oracle says, of as many tokens as each sequence has."""
-    made = [s for s in sequences if s.output_tokens]
-    expected = expected_answers([s.tokens[: s.prompt_tokens] for s in made], [s.output_tokens for s in made], WEIGHTS)
-    by_id = {id(s): e.tolist() for s, e in zip(made, expected, strict=True)}
-    return [by_id.get(id(s), []) for s in sequences]
+def right_answers(sequences: Iterable[Sequence], *, so_far: bool = False) -> list[list[int]]:
+    """What the oracle says: whole answers, or as much of them as there is `so_far`."""
+    counts = [(s, s.output_tokens if so_far else s.output_tokens_max) for s in sequences]
+    prompts = [s.tokens[: s.prompt_tokens] for s, _ in counts]
+    expected = expected_answers(prompts, [max(count, 1) for _, count in counts], WEIGHTS)
+    return [tokens[:count].tolist() for tokens, (_, count) in zip(expected, counts, strict=True)]

@@ -113,6 +113,33 @@ def test_one_that_is_alone_and_finds_no_block_waits_for_one() -> None:
     assert [answer(sequence)] == right_answers([sequence])
 
 
+def test_one_that_needs_the_whole_pool_is_admitted_again_near_its_end() -> None:
+    core, _ = make_core(tight(16))
+    sequence = core.sequence("a", prompt(40), 16 * BLOCK_TOKENS - 40)
+    while len(sequence.blocks) < 16:
+        core.step()
+    core._preempt(sequence)
+    run(core)
+    assert [answer(sequence)] == right_answers([sequence])
+
+
+def test_first_and_later_tokens_that_a_step_makes_together_are_right() -> None:
+    """The first token reads every block, a later one a window: only prompts longer than that tell them apart."""
+    core, _ = make_core(tight(256, chunk_tokens=4096))
+    old = core.sequence("old", prompt(1500, 1), 20)
+    while old.output_tokens < 5:
+        core.step()
+    core._preempt(old)
+    new = core.sequence("new", prompt(1400, 2), 20)
+    assert core.step().produced == [old, new]
+    core._preempt(old)
+    newest = core.sequence("newest", prompt(1100, 3), 20)
+    core.waiting.rotate()
+    assert core.step().produced == [newest, old, new]
+    run(core)
+    assert [answer(s) for s in (old, new, newest)] == right_answers([old, new, newest])
+
+
 def test_a_preempted_request_can_be_aborted() -> None:
     core, _ = make_core(tight(64))
     sequence = core.sequence("a", prompt(40), 150, hold=True)

@@ -132,6 +132,7 @@ async def test_a_body_that_is_not_as_encoded_as_it_says_gets_400(engine: Running
         assert response.status == 400
 
 
+@pytest.mark.rule("KVC-SHDW-001")
 async def test_an_engine_that_is_not_active_serves_nothing(engine: Running) -> None:
     """KVC-SHDW-001."""
     engine.metrics.state = EngineState.STANDBY

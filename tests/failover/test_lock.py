@@ -120,6 +120,7 @@ def die_of(how: str, child: Child) -> None:
     child.kill()
 
 
+@pytest.mark.rule("KVC-LOCK-002")
 @pytest.mark.parametrize("how", ["kill", "stop and kill"])
 def test_a_killed_holder_is_followed_by_the_waiter(path, family, board, how):
     first = start_holder(family, path, board, "first")
@@ -129,6 +130,7 @@ def test_a_killed_holder_is_followed_by_the_waiter(path, family, board, how):
     assert read_owner(path) == f"second pid {waiter.pid}"
 
 
+@pytest.mark.rule("KVC-LOCK-002")
 @pytest.mark.parametrize(
     "ending",
     [
@@ -180,6 +182,7 @@ def is_kept_by_a_forked_child(path: Path, family: Family, board: Board, sabotage
     return is_blocked_on(second.pid, path)
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 def test_a_forked_child_does_not_keep_its_parents_lock(path, family, board):
     assert not is_kept_by_a_forked_child(path, family, board, nothing)
     assert board.wait_for("second") == "2"
@@ -189,6 +192,7 @@ def test_a_lock_that_is_not_closed_at_fork_is_caught(path, family, board):
     assert is_kept_by_a_forked_child(path, family, board, no_close_at_fork)
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 def test_a_child_forked_while_its_parent_waits_does_not_keep_the_lock_either(path, family, board):
     first = start_holder(family, path, board, "first")
 
@@ -212,6 +216,7 @@ def test_a_child_forked_while_its_parent_waits_does_not_keep_the_lock_either(pat
     assert acquire_now(path) == 3
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 def test_an_executed_child_does_not_keep_the_lock(path, family, board):
     def run_a_program() -> None:
         program = subprocess.Popen(["sleep", "600"], close_fds=False)
@@ -251,6 +256,7 @@ def copies_in_children_forked_at_any_moment(path: Path, family: Family) -> int:
     return sum(child.wait() for child in children)
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 def test_no_child_gets_a_copy_whenever_it_is_forked(path, family):
     assert copies_in_children_forked_at_any_moment(path, family) == 0
 
@@ -260,6 +266,7 @@ def test_copies_in_children_are_caught(path, family, monkeypatch):
     assert copies_in_children_forked_at_any_moment(path, family) > 0
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 def test_a_forked_child_can_neither_release_nor_claim_its_parents_lock(path, family):
     async def main() -> None:
         lock = FlockFailoverLock(path)
@@ -329,6 +336,7 @@ def holders_after(change: Callable[[Path], None], path: Path, family: Family, bo
     return len({line.split()[0] for line in board.lines()} - {"first"})
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 @pytest.mark.parametrize("change", [replace, unlink])
 def test_a_waiter_on_a_file_that_is_no_longer_there_turns_to_the_new_one(path, family, board, change):
     assert holders_after(change, path, family, board, nothing) == 1
@@ -339,6 +347,7 @@ def test_a_lock_without_inode_check_is_caught(path, family, board, change):
     assert holders_after(change, path, family, board, no_inode_check) == 2
 
 
+@pytest.mark.rule("KVC-LOCK-003")
 @pytest.mark.parametrize("change", [replace, unlink])
 def test_a_holder_can_see_that_its_file_is_no_longer_there(path, change):
     async def main() -> None:
@@ -725,6 +734,7 @@ def test_fifty_contenders_killed_at_random_have_one_holder_and_rising_epochs(pat
     assert read_epoch(path) >= 25
 
 
+@pytest.mark.rule("KVC-LOCK-001")
 @pytest.mark.slow
 def test_a_thousand_random_kills_have_one_holder_and_rising_epochs(path, family, board):
     """KVC-LOCK-001: twenty rounds of fifty on one lock file, whose epoch rises through all of them."""

@@ -38,6 +38,7 @@ def right() -> list[int]:
     return expected_answers([np.array(PROMPT)], [8], weights)[0].tolist()
 
 
+@pytest.mark.rule("KVC-LOCK-002", "KVC-SHDW-001", "KVC-SHDW-003", "KVC-MEM-001")
 async def test_a_killed_engine_is_replaced_by_its_shadow_and_comes_back_as_one(folder: Path) -> None:
     """KVC-LOCK-002, KVC-SHDW-001, KVC-SHDW-003, KVC-MEM-001."""
     async with Worker(folder) as worker:
@@ -57,6 +58,7 @@ async def test_a_killed_engine_is_replaced_by_its_shadow_and_comes_back_as_one(f
     assert not any(_alive(pid) for pid in names)
 
 
+@pytest.mark.rule("KVC-SHDW-002")
 async def test_the_critical_path_of_a_promotion_is_lock_map_canary_register(folder: Path) -> None:
     """KVC-SHDW-002."""
     async with Worker(folder) as worker:
@@ -71,6 +73,7 @@ async def test_the_critical_path_of_a_promotion_is_lock_map_canary_register(fold
         assert not restarted or restarted[0].t_ns > registered.t_ns
 
 
+@pytest.mark.rule("KVC-SHDW-001")
 async def test_a_parked_shadow_maps_neither_weights_nor_kv_and_serves_nothing(folder: Path) -> None:
     """KVC-SHDW-001, on the kernel's word."""
     async with Worker(folder) as worker:
@@ -82,6 +85,7 @@ async def test_a_parked_shadow_maps_neither_weights_nor_kv_and_serves_nothing(fo
         assert "/memfd:pdproof:kv_cache" not in parked
 
 
+@pytest.mark.rule("KVC-SHDW-003")
 async def test_a_second_kill_before_a_new_shadow_is_parked_falls_back_to_a_cold_start(folder: Path) -> None:
     """KVC-SHDW-003."""
     async with Worker(folder) as worker:
@@ -107,6 +111,7 @@ async def test_a_cold_worker_restarts_its_engine(folder: Path) -> None:
         assert {e.detail["name"] for e in worker.events(EventKind.INIT_PHASE)} >= {"weights read from file"}
 
 
+@pytest.mark.rule("KVC-LOCK-005")
 async def test_a_stopped_engine_is_killed_and_replaced(folder: Path) -> None:
     """KVC-LOCK-005: SIGSTOP is a hang."""
     async with Worker(folder, probe=ProbeLimits(silent_s=0.8, interval_s=0.05)) as worker:
@@ -148,6 +153,7 @@ async def test_a_stopped_shadow_is_replaced_too(folder: Path) -> None:
         assert (await worker.in_state("active")).name == active.name
 
 
+@pytest.mark.rule("KVC-LOCK-005")
 async def test_a_busy_engine_is_left_alone(folder: Path) -> None:
     """KVC-LOCK-005, the other half: requests that keep the loop busy are no hang."""
     async with Worker(folder, probe=ProbeLimits(silent_s=0.4, interval_s=0.05)) as worker:
@@ -196,6 +202,7 @@ async def test_sigkill_at_any_step_of_a_life_costs_only_that_engine(
         assert [e.detail["status"] for e in worker.events(EventKind.PROCESS_EXITED)] == [-9]
 
 
+@pytest.mark.rule("KVC-SHDW-005")
 async def test_a_failed_wake_is_never_registered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KVC-SHDW-005: an engine whose canary is wrong dies unregistered, and the other takes over."""
     monkeypatch.setattr(Supervisor, "ENGINE_MODULE", "tests.failover.wrong_engine")

@@ -37,6 +37,7 @@ COUNT, SIZE = 4, 64 * 1024
 SUM = sum(int((np.arange(SIZE // 8, dtype="uint64") + number).sum()) for number in range(COUNT))
 
 
+@pytest.mark.rule("KVC-MEM-005")
 @pytest.mark.parametrize("tag", list(Tag))
 @pytest.mark.parametrize("step", ["open", "allocate", "map", "fill"])
 def test_a_writer_killed_before_its_commit_leaves_nothing(service: RunningService, tag: Tag, step: str) -> None:
@@ -57,6 +58,7 @@ def test_a_writer_killed_before_its_commit_leaves_nothing(service: RunningServic
         assert not region.array("a0").any(), "a dead writer's bytes show in its successor's memory"
 
 
+@pytest.mark.rule("KVC-MEM-001")
 @pytest.mark.parametrize("steps", [("commit",), ("commit", "unmap")])
 def test_weights_outlive_every_engine_byte_for_byte(service: RunningService, steps: tuple[str, ...]) -> None:
     """KVC-MEM-001: the writer dies after its commit, a reader dies too, and a third finds every byte."""
@@ -75,6 +77,7 @@ def test_weights_outlive_every_engine_byte_for_byte(service: RunningService, ste
             assert np.array_equal(array, np.arange(SIZE // 8, dtype="uint64") + number)
 
 
+@pytest.mark.rule("KVC-MEM-006")
 def test_a_commit_whose_reply_nobody_read_is_still_a_commit(service: RunningService) -> None:
     """KVC-MEM-006: the engine dies between its commit and the answer."""
     with socket.socket(socket.AF_UNIX) as raw:
@@ -94,6 +97,7 @@ def test_a_commit_whose_reply_nobody_read_is_still_a_commit(service: RunningServ
         assert commit_status(service.path, "mine") == layout
 
 
+@pytest.mark.rule("KVC-MEM-006")
 def test_a_commit_that_never_arrived_is_none(service: RunningService) -> None:
     """KVC-MEM-006: half a commit is no commit."""
     with socket.socket(socket.AF_UNIX) as raw:
@@ -106,6 +110,7 @@ def test_a_commit_that_never_arrived_is_none(service: RunningService) -> None:
     assert commit_status(service.path, "mine") is None
 
 
+@pytest.mark.rule("KVC-MEM-005")
 def test_the_next_writer_is_admitted_while_the_dead_one_held_thousands(service: RunningService) -> None:
     """KVC-MEM-005: the successor waits at the door from before the death on."""
     with running_engine(service, "allocate", tag=Tag.KV_CACHE, epoch=1, count=2000, size_bytes=4096) as engine:
@@ -117,6 +122,7 @@ def test_the_next_writer_is_admitted_while_the_dead_one_held_thousands(service: 
             assert service.settled(sessions=1).used_bytes == MIB
 
 
+@pytest.mark.rule("KVC-MEM-010")
 def test_short_memory_is_waited_for_and_given_when_its_holder_dies() -> None:
     """KVC-MEM-010."""
     with (
@@ -134,6 +140,7 @@ def test_short_memory_is_waited_for_and_given_when_its_holder_dies() -> None:
         assert service.settled(sessions=1).used_bytes == 4 * SIZE
 
 
+@pytest.mark.rule("KVC-MEM-010")
 def test_the_service_caps_a_wait() -> None:
     """KVC-MEM-010: a client that asks for a minute waits no longer than the service lets it."""
     with running_service("--wait-s-max", "0.05") as service, service.client():
@@ -143,6 +150,7 @@ def test_the_service_caps_a_wait() -> None:
         assert 0.05e9 <= now_ns() - start_ns < 30e9
 
 
+@pytest.mark.rule("KVC-MEM-010")
 def test_a_wait_ends_when_the_asker_dies() -> None:
     """KVC-MEM-010: and what it waited for is not given to the dead."""
     with running_service(capacity_bytes=SIZE) as service, service.client(Tag.WEIGHTS) as holder:
@@ -155,6 +163,7 @@ def test_a_wait_ends_when_the_asker_dies() -> None:
         assert service.settled().used_bytes == 0
 
 
+@pytest.mark.rule("KVC-MEM-009")
 def test_a_killed_client_costs_no_descriptor_and_no_page(service: RunningService) -> None:
     """KVC-MEM-009."""
     with running_engine(service, "allocate", "map", "fill", "commit") as writer:
@@ -169,6 +178,7 @@ def test_a_killed_client_costs_no_descriptor_and_no_page(service: RunningService
     service.descriptors_become(before)
 
 
+@pytest.mark.rule("KVC-MEM-002")
 @pytest.mark.parametrize(("how", "at_least", "at_most"), [("read", -0.05, 0.05), ("copy", 0.9, 1.1)])
 def test_a_second_engine_shares_the_pages_of_the_first(
     service: RunningService, how: str, at_least: float, at_most: float
@@ -190,6 +200,7 @@ def test_a_second_engine_shares_the_pages_of_the_first(
     assert at_least * size <= added <= at_most * size
 
 
+@pytest.mark.rule("KVC-MEM-004")
 def test_a_read_only_mapping_kills_a_writer_of_it(service: RunningService) -> None:
     """KVC-MEM-004: whatever a reader tries, the page is not writable; the writer's own page was, until its commit."""
     with running_engine(service, "allocate", "map", "poke", "commit", "poke") as writer:
@@ -201,6 +212,7 @@ def test_a_read_only_mapping_kills_a_writer_of_it(service: RunningService) -> No
         assert reader.wait(20) == -11
 
 
+@pytest.mark.rule("KVC-MEM-007")
 def test_an_unmapped_region_is_not_there(service: RunningService) -> None:
     """KVC-MEM-007: its addresses stay reserved, and to touch them is a fault and no one else's memory."""
     with running_engine(service, "allocate", "map", "poke", "unmap", "poke") as engine:
@@ -208,6 +220,7 @@ def test_an_unmapped_region_is_not_there(service: RunningService) -> None:
         assert engine.wait(20) == -11
 
 
+@pytest.mark.rule("KVC-MEM-003")
 def test_the_service_is_out_of_the_path(service: RunningService) -> None:
     """KVC-MEM-003: it maps none of the memory, and stopped or dead it delays no access."""
     with running_engine(service, "allocate", "map", "fill", "commit") as writer:

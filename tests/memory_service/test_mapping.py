@@ -41,6 +41,7 @@ def publish(service: RunningService, fill: int = 7, metadata: bytes = b"") -> No
         client.commit(metadata)
 
 
+@pytest.mark.rule("KVC-MEM-007")
 @pytest.mark.parametrize("populate", [False, True])
 def test_after_sleep_and_wake_every_tensor_is_where_and_what_it_was(service: RunningService, populate: bool) -> None:
     """KVC-MEM-007: while it slept other memory was mapped, and none of it fell into the reservation."""
@@ -67,6 +68,7 @@ def test_after_sleep_and_wake_every_tensor_is_where_and_what_it_was(service: Run
                 other.close()
 
 
+@pytest.mark.rule("KVC-MEM-007")
 def test_a_writers_kv_stands_where_it_stood(service: RunningService) -> None:
     """KVC-MEM-007, for memory that was never committed."""
     with service.client(Tag.KV_CACHE) as client:
@@ -94,6 +96,7 @@ def test_populating_keeps_what_is_there(service: RunningService, populate: bool)
         assert service.figures().used_bytes == -(-(6 * MIB + 5000) // 4096) * 4096
 
 
+@pytest.mark.rule("KVC-MEM-008")
 def test_a_changed_layout_is_refused_on_waking(service: RunningService) -> None:
     """KVC-MEM-008: other content in the same shape is another layout too."""
     publish(service)
@@ -108,6 +111,7 @@ def test_a_changed_layout_is_refused_on_waking(service: RunningService) -> None:
     assert service.settled().allocations == len(SIZES)
 
 
+@pytest.mark.rule("KVC-MEM-008")
 def test_another_life_of_the_service_is_another_layout(service: RunningService) -> None:
     """KVC-MEM-008: generation and hash may agree by accident; the service's life does not."""
     publish(service)
@@ -120,6 +124,7 @@ def test_another_life_of_the_service_is_another_layout(service: RunningService) 
                 region.check_current(client)
 
 
+@pytest.mark.rule("KVC-MEM-004")
 def test_a_reader_gets_nothing_that_it_could_write_through(service: RunningService) -> None:
     """KVC-MEM-004: not by its descriptor, not by re-opening it, and the writer loses its own right by the commit."""
     with service.client() as writer:
@@ -150,6 +155,7 @@ def test_a_reader_gets_nothing_that_it_could_write_through(service: RunningServi
                 array[0] = 1
 
 
+@pytest.mark.rule("KVC-LOCK-004")
 def test_a_fenced_writer_may_do_nothing_more(service: RunningService) -> None:
     """KVC-LOCK-004: over the wire, and in the history."""
     with service.client(Tag.KV_CACHE, epoch=4, engine_id="old") as old:
@@ -182,6 +188,7 @@ def test_a_reader_waits_for_the_first_commit(service: RunningService) -> None:
     assert found == [1]
 
 
+@pytest.mark.rule("KVC-MEM-009")
 def test_five_hundred_cycles_gain_nothing(service: RunningService) -> None:
     """KVC-MEM-009: attach, export, map, unmap, detach; the benchmark does 10,000."""
     publish(service)

@@ -19,6 +19,8 @@ from reference_impl.memory_service.errors import BadRequest, ProtocolError
 from reference_impl.rules.sessions import Mode, Reason, Tag
 from tests.memory_service.running import RunningService, descriptors_of, running_service
 
+pytestmark = pytest.mark.rule("KVC-MEM-011")
+
 IMPATIENT = ("--handshake-s", "0.5", "--frame-s", "0.5")
 OPEN = wire.Open(Tag.WEIGHTS, Mode.WRITER, "rogue", 0, 0.0)
 

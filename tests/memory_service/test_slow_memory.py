@@ -75,6 +75,7 @@ def writer(path: Path, timeout_s: float = 10.0) -> MemoryClient:
     return MemoryClient(path, tag=Tag.KV_CACHE, mode=Mode.WRITER, engine_id="e", timeout_s=timeout_s, wait_s=0.2)
 
 
+@pytest.mark.rule("KVC-MEM-005")
 def test_the_next_writer_is_admitted_while_the_memory_of_the_last_is_still_being_freed() -> None:
     """KVC-MEM-005."""
     backend = StuckBackend()
@@ -87,6 +88,7 @@ def test_the_next_writer_is_admitted_while_the_memory_of_the_last_is_still_being
             successor.allocate("kv", SIZE)
 
 
+@pytest.mark.rule("KVC-MEM-010")
 def test_capacity_comes_back_only_when_the_kernel_has_given_the_memory_back() -> None:
     """KVC-MEM-010: until then a bounded wait; then the waiting one gets it."""
     backend = StuckBackend()
@@ -103,6 +105,7 @@ def test_capacity_comes_back_only_when_the_kernel_has_given_the_memory_back() ->
             assert service_figures(path).used_bytes == 2 * SIZE
 
 
+@pytest.mark.rule("KVC-MEM-005")
 def test_freeing_in_the_loop_would_keep_the_next_writer_at_the_door() -> None:
     """The broken twin of KVC-MEM-005: this is what the reaper's thread is for."""
     backend = StuckBackend()

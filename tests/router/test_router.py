@@ -163,6 +163,7 @@ async def test_without_a_worker_the_answer_is_503(deployment: Deployment) -> Non
     assert json.loads(body)["error"]["type"] == "unavailable"
 
 
+@pytest.mark.rule("KVC-ROUT-002")
 async def test_a_stream_that_breaks_ends_in_an_error_the_client_sees(deployment: Deployment) -> None:
     engine = await deployment.engine("w0")
     engine.ending = "break"
@@ -181,6 +182,7 @@ async def _read_into(parts: list[bytes], response: aiohttp.ClientResponse) -> No
         parts.append(part)
 
 
+@pytest.mark.rule("KVC-ROUT-002")
 async def test_a_failed_request_is_sent_to_nobody_else(deployment: Deployment) -> None:
     engines = [await deployment.engine(w) for w in ("w0", "w1")]
     for engine in engines:
@@ -190,6 +192,7 @@ async def test_a_failed_request_is_sent_to_nobody_else(deployment: Deployment) -
     assert sum(e.requests for e in engines) == 1
 
 
+@pytest.mark.rule("KVC-ROUT-001")
 async def test_an_engine_whose_connection_closes_is_dropped_at_once(deployment: Deployment) -> None:
     first, _ = await deployment.engine("w0"), await deployment.engine("w1")
     await first.unregister()
@@ -198,6 +201,7 @@ async def test_an_engine_whose_connection_closes_is_dropped_at_once(deployment: 
     assert {(await deployment.ask())[2]["x-pdproof-worker"] for _ in range(4)} == {"w1"}
 
 
+@pytest.mark.rule("KVC-ROUT-001")
 async def test_an_engine_that_does_not_answer_the_connect_is_dropped_and_the_client_told(
     deployment: Deployment,
 ) -> None:
@@ -211,6 +215,7 @@ async def test_an_engine_that_does_not_answer_the_connect_is_dropped_and_the_cli
     assert await deployment.workers() == []
 
 
+@pytest.mark.rule("KVC-ROUT-002")
 async def test_a_successor_fences_what_still_runs_on_its_predecessor(deployment: Deployment) -> None:
     old = await deployment.engine("w0", 1)
     old.ending = "hang"
@@ -222,6 +227,7 @@ async def test_a_successor_fences_what_still_runs_on_its_predecessor(deployment:
     assert await deployment.workers() == ["w0-e2"]
 
 
+@pytest.mark.rule("KVC-LOCK-004")
 async def test_a_late_predecessor_is_refused_by_its_epoch(deployment: Deployment) -> None:
     await deployment.engine("w0", 2)
     late = await deployment.engine("w0", 1, register=False)

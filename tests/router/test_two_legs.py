@@ -245,6 +245,7 @@ async def test_the_prefill_sides_refusal_is_passed_on_as_it_is(split: Split) -> 
     assert decode.got == []
 
 
+@pytest.mark.rule("KVC-ROUT-002")
 @pytest.mark.parametrize("ending", ["break", 500, 503])
 async def test_a_prefill_worker_that_fails_is_named(split: Split, ending: str | int) -> None:
     prefill, decode = await split.pair()
@@ -298,6 +299,7 @@ async def test_it_is_passed_over_once_and_no_more(split: Split) -> None:
     assert await split.metric("pdproof:router_handoffs_dropped_total") == 1
 
 
+@pytest.mark.rule("KVC-ROUT-002")
 async def test_a_decode_worker_that_fails_after_it_was_asked_is_named_and_nobody_else_asked(split: Split) -> None:
     """KVC-ROUT-002."""
     _, first = await split.pair()

@@ -62,9 +62,9 @@ def connected(
     return consumer
 
 
-def claimed(consumer: Consumer, request: str = "r", now_ns: int = 0, **of: object) -> None:
-    """Bring a load to where its claim has left."""
-    consumer.arrive(request, handoff(**of), "text", now_ns)  # type: ignore[arg-type]
+def claimed(consumer: Consumer, request: str = "r", now_ns: int = 0) -> None:
+    """Bring a load to where its claim has left, if its holder is connected."""
+    consumer.arrive(request, handoff(), "text", now_ns)
     consumer.admit(request, [10, 11, 12], [1, 2, 3], now_ns)
 
 

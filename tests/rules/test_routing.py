@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from reference_impl.rules.routing import Role, Route, RouteTable
 
 
@@ -35,6 +37,7 @@ def test_with_no_worker_nothing_is_chosen() -> None:
     assert RouteTable().choose() is None
 
 
+@pytest.mark.rule("KVC-ROUT-001")
 def test_a_removed_worker_is_not_chosen_again() -> None:
     table = RouteTable()
     table.register(route("w0", 1))
@@ -43,6 +46,7 @@ def test_a_removed_worker_is_not_chosen_again() -> None:
     assert {r.worker_id for r in (table.choose() for _ in range(4)) if r} == {"w1"}
 
 
+@pytest.mark.rule("KVC-LOCK-004")
 def test_a_late_predecessor_is_refused_even_after_its_successor_has_gone() -> None:
     table = RouteTable()
     table.register(route("w0", 2))

@@ -53,6 +53,7 @@ def refusal(call: Callable[..., object], *args: object) -> Reason:
     return caught.value.reason
 
 
+@pytest.mark.rule("KVC-MEM-004")
 def test_one_writer_a_tag_and_the_tags_do_not_meet() -> None:
     """KVC-MEM-004."""
     rules = make()
@@ -63,6 +64,7 @@ def test_one_writer_a_tag_and_the_tags_do_not_meet() -> None:
     assert rules.session(writer(rules)).mode is Mode.WRITER
 
 
+@pytest.mark.rule("KVC-MEM-004")
 def test_readers_see_only_what_is_committed() -> None:
     """KVC-MEM-004."""
     rules = make()
@@ -95,6 +97,7 @@ def test_a_layout_has_entries_in_order_generation_and_a_hash_of_all() -> None:
     assert len(others | {layout.hash}) == 4
 
 
+@pytest.mark.rule("KVC-MEM-006")
 def test_the_same_commit_again_answers_the_same_and_another_is_refused() -> None:
     """KVC-MEM-006."""
     rules = make()
@@ -107,6 +110,7 @@ def test_the_same_commit_again_answers_the_same_and_another_is_refused() -> None
     assert refusal(rules.allocate, session, "x", 1) is Reason.NOT_A_WRITER
 
 
+@pytest.mark.rule("KVC-MEM-006")
 def test_anybody_may_ask_what_a_commit_did_after_its_session_and_its_generation_are_gone() -> None:
     """KVC-MEM-006."""
     rules = make()
@@ -130,6 +134,7 @@ def test_commits_are_remembered_up_to_a_limit() -> None:
     assert rules.figures().allocations == 1
 
 
+@pytest.mark.rule("KVC-MEM-005")
 def test_a_writer_that_ends_before_its_commit_leaves_nothing() -> None:
     """KVC-MEM-005."""
     rules = make()
@@ -145,6 +150,7 @@ def test_a_writer_that_ends_before_its_commit_leaves_nothing() -> None:
     assert rules.figures().used_bytes == 14 * PAGE
 
 
+@pytest.mark.rule("KVC-MEM-001")
 def test_committed_memory_outlives_every_session() -> None:
     """KVC-MEM-001."""
     rules = make()
@@ -156,6 +162,7 @@ def test_committed_memory_outlives_every_session() -> None:
     assert rules.figures().allocations == 1
 
 
+@pytest.mark.rule("KVC-MEM-008")
 def test_readers_of_an_older_generation_keep_it_until_the_last_of_them_ends() -> None:
     """KVC-MEM-008: and the newest layout is another."""
     rules = make()
@@ -182,6 +189,7 @@ def test_a_commit_frees_the_generation_that_nobody_reads() -> None:
     assert [holding.layout for holding in result.freed] == [layout]
 
 
+@pytest.mark.rule("KVC-LOCK-004")
 def test_a_late_predecessor_is_refused_by_epoch() -> None:
     """KVC-LOCK-004."""
     rules = make()
@@ -191,6 +199,7 @@ def test_a_late_predecessor_is_refused_by_epoch() -> None:
     assert refusal(writer, rules, Tag.KV_CACHE, "twin", 7) is Reason.WRITER_BUSY
 
 
+@pytest.mark.rule("KVC-LOCK-004")
 def test_a_higher_epoch_fences_the_writer_before_it_which_keeps_its_memory_and_no_right() -> None:
     """KVC-LOCK-004."""
     rules = make()
@@ -214,6 +223,7 @@ def test_weights_are_not_fenced() -> None:
     rules.allocate(session, "w", 1)
 
 
+@pytest.mark.rule("KVC-MEM-010")
 @pytest.mark.parametrize(
     ("name", "size", "reason"),
     [
@@ -247,6 +257,7 @@ def test_allocations_are_counted_and_a_failed_one_is_taken_back() -> None:
     rules.allocate(session, "n9", 1)
 
 
+@pytest.mark.rule("KVC-MEM-011")
 def test_what_makes_no_sense_is_refused() -> None:
     """KVC-MEM-011."""
     rules = make()

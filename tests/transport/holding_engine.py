@@ -9,6 +9,7 @@ another generation and other words, `peer ENGINE_ID ADDRESSES`, `send ENGINE_ID 
 from __future__ import annotations
 
 import base64
+import hashlib
 import mmap
 import os
 import select
@@ -71,7 +72,7 @@ def main() -> None:
                 obey(line.decode().split(" "), transport, kv, generations)
         transport.poll()
         for sender, message in transport.receive():
-            say("received", sender, message.hex())
+            say("received", sender, len(message), hashlib.sha256(message).hexdigest())
 
 
 def obey(words: list[str], transport: NixlTransport, kv: NDArray[np.uint64], generations: NDArray[np.uint64]) -> None:

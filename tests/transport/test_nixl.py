@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -52,6 +54,9 @@ class Holder:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return read_line(self.process)
+
+    def has_spoken(self) -> bool:
+        return bool(select.select([self.process.stdout or 0], [], [], 0)[0])
 
     def kill(self) -> None:
         self.process.kill()
@@ -287,6 +292,7 @@ def test_a_stopped_peer_holds_nobody_up_and_a_cancelled_read_ends_when_it_has_la
         ([BLOCKS], [0]),
         ([-1], [0]),
         ([1 << 60], [0]),
+        ([1 << 80], [0]),
         ([0], [BLOCKS]),
         ([0], [-1]),
         ([0, 1], [0]),
@@ -336,8 +342,9 @@ def test_notifications_go_both_ways_and_only_between_peers() -> None:
         assert holder.say(f"peer {READER} {packed(reader.transport.addresses())}") == f"added {READER}"
         for message in [b"\0", b"\xff" * 9, *(rng.randbytes(n) for n in (1, 100, 4096, 9000, 65536))]:
             assert reader.transport.send(HOLDER, message)
-            reader.step()
-            assert read_line(holder.process) == f"received {READER} {message.hex()}"
+            until(lambda: reader.step() or holder.has_spoken(), LIMIT_S, "a notification arrives")
+            digest = hashlib.sha256(message).hexdigest()
+            assert read_line(holder.process) == f"received {READER} {len(message)} {digest}"
         assert holder.say(f"send {READER} hello") == "sent True"
         until(lambda: reader.step() or reader.received, LIMIT_S, "a notification arrives")
         assert reader.received == [(HOLDER, b"hello")]

@@ -85,7 +85,7 @@ def test_what_the_web_form_sends_is_checked_as_well() -> None:
     with pytest.raises(BadOption, match="--rate-per-s: must be a number above 0"):
         from_namespace(form, SessionOptions)
     form.rate_per_s, form.think_s = 1.0, "soon"
-    with pytest.raises(BadOption, match="--think-s: each time .* must be a number"):
+    with pytest.raises(BadOption, match=r"--think-s: each time .* must be a number"):
         from_namespace(form, SessionOptions)
 
 
@@ -119,9 +119,7 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFi
         (["--requests", "3"], "unrecognized arguments: --requests 3"),
     ],
 )
-def test_a_bad_value_of_sessions_is_named(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_a_bad_value_of_sessions_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     with pytest.raises(SystemExit) as ended:
         parsed_as(SessionOptions, *arguments)
     assert ended.value.code == 2
@@ -136,9 +134,7 @@ def test_a_bad_value_of_sessions_is_named(
         (TraceOptions, [], "name a trace with --trace FILE"),
     ],
 )
-def test_what_a_kind_of_load_cannot_do_is_refused(
-    kind: type[LoadOptions], arguments: list[str], words: str
-) -> None:
+def test_what_a_kind_of_load_cannot_do_is_refused(kind: type[LoadOptions], arguments: list[str], words: str) -> None:
     with pytest.raises(BadOption) as caught:
         parsed_as(kind, *arguments)
     assert words in str(caught.value)

@@ -1,0 +1,114 @@
+"""Checks on leases: none ends while its reader lives, none outlives a dead reader for long, none is left at the end."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from harness.holding import EXPIRED, Held, Reclaim, held, reclaims, terms_of
+from harness.run_folder import RunFolder
+from harness.verdicts import CheckResult, Verdict
+from reference_impl.rules.clock import s_to_ns
+from reference_impl.rules.events import Event, EventKind
+
+KEPT_RULES: Final = ["KVC-LEASE-006", "KVC-LEASE-008", "KVC-LEASE-010", "KVC-OBS-002", "L2"]
+GAUGES_OF_HOLDING: Final = ("pdproof:leases_live", "pdproof:lease_blocks_held", "pdproof:loads_running",
+                            "vllm:num_requests_running", "vllm:num_requests_waiting",
+                            "vllm:kv_cache_usage_perc")  # fmt: skip
+
+
+def leases_are_kept(run: RunFolder) -> CheckResult:
+    """Fail for a lease that ran out, or a reader that came too late, without a fault that explains it."""
+    leases = [lease for lease in held(run) if not lease.turn]
+    windows = _excuses(run)
+    early = [lease for lease in leases if lease.how == EXPIRED and not _excused(lease, windows)]
+    late = [e for e in run.events_of(EventKind.CLAIM_REFUSED) if not _refusal_excused(e, leases, windows)]
+    text = f"{len(leases)} leases, {sum(lease.how == EXPIRED for lease in leases)} ran out, {len(early)} of them early"
+    text += f"; {len(late)} readers came for blocks that were gone" if late else "; no reader was refused without cause"
+    verdict = Verdict.INCONCLUSIVE if not leases else Verdict.FAIL if early or late else Verdict.PASS
+    return CheckResult(
+        check="leases-kept", title="No lease ends while its reader lives", rules=KEPT_RULES, verdict=verdict,
+        found=text if leases else "no lease was granted",
+        evidence={"leases": len(leases), "early": len(early), "refused": len(late)},
+    )  # fmt: skip
+
+
+def _excuses(run: RunFolder) -> list[tuple[int, int]]:
+    """Return the stretches in which readers die or hand-offs are held back: (from, until) of each proved fault.
+
+    What a kill leaves unread runs out within one first term of it; what a router holds back, within the hold as well.
+    """
+    terms = terms_of(run)
+    if terms is None:
+        return []
+    proved = {e.subject for e in run.events_of(EventKind.FAULT_PROVED)}
+    healed = {e.subject: e.t_ns for e in run.events_of(EventKind.FAULT_HEALED)}
+    slack_ns = terms.first_ns + s_to_ns(1.0)
+    return [
+        (e.t_ns, max(healed.get(e.subject, e.t_ns), e.t_ns) + slack_ns)
+        for e in run.events_of(EventKind.FAULT_INJECTED) if e.subject in proved
+    ]  # fmt: skip
+
+
+def _excused(lease: Held, windows: list[tuple[int, int]]) -> bool:
+    ended_ns = lease.ended_ns or 0
+    return any(begin <= ended_ns <= end for begin, end in windows)
+
+
+def _refusal_excused(refusal: Event, leases: list[Held], windows: list[tuple[int, int]]) -> bool:
+    """Whether a fault was at work when the claim came, or it was for a turn (whose end is judged elsewhere)."""
+    mine = [lease for lease in leases if lease.request_id == refusal.subject]
+    return not mine or any(begin <= refusal.t_ns <= end for begin, end in windows)
+
+
+def dead_readers_blocks_return(run: RunFolder) -> CheckResult:
+    """Fail if what a killed reader left stood longer than its first term, or one extension after the crash."""
+    rules = ["KVC-LEASE-009", "KVC-LEASE-013", "L1"]
+    title = "A dead reader's blocks are free within one extension of their leases"
+    found = [r for r in reclaims(run) if r.leases]
+    if not found:
+        return CheckResult(
+            check="reclaim", title=title, rules=rules, verdict=Verdict.INCONCLUSIVE,
+            found="no proved kill left a lease behind, so there was nothing to reclaim",
+        )  # fmt: skip
+    problems = [f"{len(r.late)} of {r.leases} leases stood too long after {r.fault_id}" for r in found if r.late]
+    texts = [
+        f"{r.fault_id} left {r.leases} leases on {r.blocks:,} blocks; {_ending(r)}" for r in found
+    ]  # fmt: skip
+    return CheckResult(
+        check="reclaim", title=title, rules=rules, verdict=Verdict.FAIL if problems else Verdict.PASS,
+        found="; ".join([*problems, *texts]),
+        evidence={"kills": len(found), "leases": sum(r.leases for r in found), "blocks": sum(r.blocks for r in found),
+                  "seconds_max": max((r.seconds for r in found if r.seconds is not None), default=None)},
+    )  # fmt: skip
+
+
+def _ending(reclaim: Reclaim) -> str:
+    if reclaim.seconds is None:
+        return f"{reclaim.standing} still stood at the end"
+    return f"the last ended {reclaim.seconds:.2f} s after it"
+
+
+def everything_is_free_at_the_end(run: RunFolder) -> CheckResult:
+    """Fail if an engine still held blocks, leases or requests in the run's last moments (K1)."""
+    title, rules = "At the end every block is free", ["K1", "KVC-LEASE-007"]
+    audits = [e.t_ns for e in run.events_of(EventKind.PHASE_STARTED) if e.detail["phase"] == "audit"]
+    rows = run.metrics[run.metrics.t_ns >= audits[0]] if audits else run.metrics.iloc[:0]
+    rows = rows[rows.name.isin(GAUGES_OF_HOLDING)]
+    last = rows.sort_values("t_ns").drop_duplicates(["node", "name"], keep="last")
+    left = last[last.value > 0]
+    engines = last.node.nunique()
+    standing = sum(lease.ended_ns is None for lease in held(run))
+    if last.empty:
+        verdict, text = Verdict.INCONCLUSIVE, "no engine was looked at in the audit"
+    elif len(left) or standing:
+        verdict = Verdict.FAIL
+        text = "; ".join(
+            [f"{row.node}: {row.name_} is {row.value:g}" for row in left.rename(columns={"name": "name_"}).itertuples()]
+        )
+        text += f"; {standing} leases never ended" if standing else ""
+    else:
+        verdict, text = Verdict.PASS, f"{engines} engines hold nothing: no request, no lease, no block"
+    return CheckResult(
+        check="all-free", title=title, rules=rules, verdict=verdict, found=text.removeprefix("; "),
+        evidence={"engines": engines, "left": len(left), "leases": standing},
+    )  # fmt: skip

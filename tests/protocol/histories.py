@@ -1,0 +1,76 @@
+"""Random histories of a deployment: what the clients do and what goes wrong, all out of one seed."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from reference_impl.rules.terms import LoadPolicy
+from tests.protocol.world import (
+    ANSWER_MAX,
+    MS,
+    NO_FAULTS,
+    PROFILE,
+    STEP_MAX_NS,
+    TERMS,
+    Faults,
+    Leg,
+    World,
+    library,
+)
+
+RANKS = [(1, 1), (4, 1), (1, 4), (2, 2)]
+TURNS_MIN, TURNS_MAX = 10, 36
+"""Steps of a history before it is healed."""
+
+LOSSY = Faults(lost=0.15, repeated=0.15, late=0.05, damaged=0.02)
+BAD_DATA = Faults(slow_reads=0.15, bad_reads=0.15, aborts=0.05)
+CLIENTS = Faults(held=0.2, reused=0.3, rejected=0.1, aborts=0.1)
+CRASHES = Faults(crashes=0.05, bad_handshakes=0.15, reused=0.1)
+ALL = Faults(
+    lost=0.08, repeated=0.08, late=0.04, damaged=0.01, slow_reads=0.08, bad_reads=0.08, bad_handshakes=0.08, held=0.1,
+    reused=0.15, rejected=0.05, crashes=0.02, aborts=0.06,
+)  # fmt: skip
+KINDS = [NO_FAULTS, LOSSY, BAD_DATA, CLIENTS, CRASHES, ALL, ALL]
+
+
+def make(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = None) -> World:
+    """Make the world of a seed: how many engines, which terms, what goes wrong."""
+    chance = random.Random(seed ^ 0x5EED)
+    terms = msgspec.structs.replace(
+        TERMS,
+        bidirectional_kv_xfer=chance.random() < 0.5,
+        kv_load_failure_policy=LoadPolicy.FAIL if chance.random() < 0.25 else LoadPolicy.RECOMPUTE,
+    )
+    profile = msgspec.structs.replace(PROFILE, reserve=chance.random() < 0.6)
+    drawn = chance.choice(KINDS)
+    return World(
+        seed, ranks=ranks, engines=(chance.choice([1, 2]), chance.choice([1, 2])), terms=terms, profile=profile,
+        faults=drawn if faults is None else faults,
+    )  # fmt: skip
+
+
+def run(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = None) -> World:
+    """Run a history to its end, or to the first broken invariant."""
+    world = make(seed, ranks, faults)
+    for _ in range(world.between(TURNS_MIN, TURNS_MAX)):
+        happen(world)
+        world.step(world.chance.choice([20 * MS, 50 * MS, 100 * MS, STEP_MAX_NS]))
+        if world.broken:
+            return world
+    world.drain()
+    return world
+
+
+def happen(world: World, rate: float = 0.16) -> None:
+    """Let clients and faults do something, or nothing."""
+    faults = world.faults
+    if world.happens(rate):
+        readers, turns = world.chance.choice([1, 1, 1, 2, 3]), world.chance.choice([1, 1, 2])
+        world.arrive(world.chance.choice(library()), world.between(1, ANSWER_MAX), readers=readers, turns=turns)
+    if world.legs and world.happens(faults.aborts):
+        leg: Leg = world.chance.choice(world.legs)
+        world.abort(leg)
+    if world.happens(faults.crashes):
+        world.crash(world.chance.choice(world.slots), world.between(100 * MS, 3000 * MS))
