@@ -78,7 +78,7 @@ class LocustLoad:
         """Wait until every request has ended. Raises LoadFailed if the load did not run to its end."""
         if self._child is None:
             raise RuntimeError("start comes before wait")
-        limit_s = LEAD_S + self._load_s + self._drain_s + SPARE_S
+        limit_s = LEAD_S + self._load_s + self._later_turns_s() + self._drain_s + SPARE_S
         try:
             async with asyncio.timeout(limit_s):
                 code = await self._child.wait()
@@ -90,6 +90,14 @@ class LocustLoad:
             raise LoadFailed(f"the load was ended by {signal.Signals(-code).name}; see {writer.logs / 'locust.log'}")
         if code not in _CODES_OF_A_RUN:
             raise LoadFailed(f"the load ended with {code}: {last_line(writer.logs / 'locust.log')}")
+
+    def _later_turns_s(self) -> float:
+        """Return how long the last session may take after its first turn: its drain begins with its last turn."""
+        sessions = self._load.sessions
+        if sessions is None:
+            return 0.0
+        longest_s = max(sessions.think_s) / self._time_scale + self._load.request_timeout_s
+        return (sessions.turns - 1) * longest_s
 
     async def stop(self) -> None:
         """End the child if it still runs; it writes its running requests as unknown."""

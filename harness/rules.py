@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 import msgspec
 
@@ -120,7 +120,7 @@ def _made(targets: list[ast.expr], value: ast.Call, everywhere: list[str]) -> It
         yield from ((target.id, everywhere + ids) for target in targets if isinstance(target, ast.Name))
 
 
-def _is_test(node: ast.stmt) -> bool:
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
 
 

@@ -33,7 +33,12 @@ REQUEST_COLUMNS: Final[dict[str, str]] = {
     "output_tokens": "int32", "outcome": "string", "http_status": "int32", "error": "string",
     "schedule_lag_ms": "float64", "ttft_ms": "float64", "ttft_from_intended_ms": "float64",
     "mean_decode_gap_ms": "float64", "e2e_ms": "float64", "content_ok": "boolean", "spoilt": "string",
+    "session": "int32", "turn": "int32", "think_ms": "float64", "cached_tokens": "Int32", "kv_handed": "boolean",
 }  # fmt: skip
+_OF_LATER_FORMATS: Final[dict[str, int | float | bool | None]] = {
+    "session": -1, "turn": 0, "think_ms": 0.0, "cached_tokens": None, "kv_handed": False,
+}  # fmt: skip
+"""Columns that older run folders lack, and what they would have held."""
 CHUNK_COLUMNS: Final[dict[str, str]] = {"request_id": "string", "t_ns": "int64", "tokens": "int32"}
 METRIC_COLUMNS: Final[dict[str, str]] = {"t_ns": "int64", "node": "string", "name": "string", "value": "float64"}
 
@@ -295,6 +300,8 @@ class RunFolder:
             table = pd.read_parquet(path)
         except (OSError, ValueError) as error:
             raise BadRunFolder(self.path, f"{name}: {error}") from error
+        for column in [c for c in _OF_LATER_FORMATS if c in columns and c not in table.columns]:
+            table[column] = _OF_LATER_FORMATS[column]
         if missing := [c for c in columns if c not in table.columns]:
             raise BadRunFolder(self.path, f"{name} lacks the columns {', '.join(missing)}")
         try:

@@ -4,9 +4,10 @@ A token's slot in a KV block holds words that are a function of the whole prefix
 function of words read from the KV blocks and from the weights. So an engine that reads a lost, stale or foreign block
 answers wrongly, and a client that knows only the prompt can tell (KVC-XFER-001).
 
-Coverage: the first output token reads one word of every full block; each later one reads a rotating window of
-`WINDOW_BLOCKS` blocks, the last token's slot and one word of the weights. Words are 64 bits, so a wrong one goes
-unnoticed in one token with probability 1/4096 and in an answer of a thousand not at all.
+Coverage: the first output token reads one word of every head group of every full block, so of every rank's part; each
+later one reads a rotating window of `WINDOW_BLOCKS` blocks, the last token's slot and one word of the weights. Words
+are 64 bits, so a wrong one goes unnoticed in one token with probability 1/4096 and in an answer of a thousand not at
+all.
 """
 
 from __future__ import annotations
@@ -134,11 +135,24 @@ def next_tokens(
     within = offsets < full[:, None]
     index = (order[:, None] * width + offsets) % np.maximum(full, 1)[:, None] if not first else offsets
     index = np.where(within, index, 0)
-    words = read_blocks(rows[:, None], index, (order % BLOCK_TOKENS)[:, None], last_word_place(order)[:, None])
+    slots = (order % BLOCK_TOKENS)[:, None]
+    if first:
+        words = _one_of_each_group(rows[:, None], index, slots, read_blocks)
+    else:
+        words = read_blocks(rows[:, None], index, slots, last_word_place(order)[:, None])
     weighted = words * (index.astype(np.uint64) * np.uint64(2) + np.uint64(1))
     folded = np.where(within, weighted, np.uint64(0)).sum(axis=1, dtype=np.uint64)
     state = mix(folded ^ last_slots)
     return (mix(state ^ read_weights(state)) % np.uint64(VOCABULARY)).astype(np.int64)
+
+
+def _one_of_each_group(rows: Ints, blocks: Ints, slots: Ints, read_blocks: ReadBlocks) -> Words:
+    """Return one word a block, made from one of each of its head groups: no rank's part can be wrong unnoticed."""
+    words = np.zeros(blocks.shape, np.uint64)
+    for group in range(HEAD_GROUPS):
+        place = np.full(slots.shape, group * GROUP_WORDS + GROUP_WORDS - 1, np.int64)
+        words += read_blocks(rows, blocks, slots, place) * np.uint64(2 * group + 1)
+    return mix(words)
 
 
 def last_word_place(order: Ints) -> Ints:

@@ -12,19 +12,19 @@ from harness.run_folder import RunFolder
 from reports import words
 from reports.arms import summarise_arm
 from reports.summary import Summary
-from reports.view import View, comparison_view, run_view
+from reports.view import comparison_view, run_view
 
 PAGES = Path(__file__).parent / "pages"
 
 
 def comparison_page(cold: RunFolder, shadow: RunFolder, summary: Summary) -> str:
     """Return the page that compares two runs; `summary` is theirs."""
-    return _render("compare.html", comparison_view(cold, shadow, summary))
+    return render("compare.html", comparison_view(cold, shadow, summary))
 
 
 def run_page(run: RunFolder) -> str:
     """Return the page of one run."""
-    return _render("run.html", run_view(run, summarise_arm(run)))
+    return render("run.html", run_view(run, summarise_arm(run)))
 
 
 def write_run_page(run: RunFolder, out: Path) -> Path:
@@ -44,7 +44,8 @@ def write(path: Path, content: bytes) -> None:
         raise MachineLimit(f"{path}: cannot be written ({error.strerror}); give another place with --out") from error
 
 
-def _render(template: str, view: View) -> str:
+def render(template: str, view: object) -> str:
+    """Return a template of `reports/pages` with `view` as its `v`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )

@@ -154,8 +154,8 @@ def _view(runs: list[RunFolder], arms: list[ArmSummary], published: Published | 
         count_rows=count_rows(arms), kill_names=[title for title, _ in NAMES],
         kills=[kill_table(run, a) for run, a in zip(runs, arms, strict=True)],
         checks=[Checks(words.arm_title(run.manifest.arm), run.verdicts) for run in runs],
-        faults=[Faults(words.arm_title(r.manifest.arm), fault_rows(r), _errors(r)) for r in runs],
-        runs=[_facts(run) for run in runs],
+        faults=[Faults(words.arm_title(r.manifest.arm), fault_rows(r), client_errors(r)) for r in runs],
+        runs=[run_facts(run) for run in runs],
     )  # fmt: skip
 
 
@@ -184,13 +184,15 @@ def _limit_bar(arm: ArmSummary, name: str, published: Published | None) -> Limit
     )  # fmt: skip
 
 
-def _errors(run: RunFolder) -> list[ErrorCount]:
+def client_errors(run: RunFolder) -> list[ErrorCount]:
+    """Return what the client saw of failed requests, the most frequent first."""
     texts = run.requests.error[run.requests.outcome == "fail"].fillna("")
     counts = texts.where(texts != "", "no error text").value_counts()
     return [ErrorCount(str(text), int(count)) for text, count in counts.head(ERRORS_MAX).items()]
 
 
-def _facts(run: RunFolder) -> RunFacts:
+def run_facts(run: RunFolder) -> RunFacts:
+    """Return what ran."""
     m = run.manifest
     facts = [
         ("Run", m.run_id), ("Scenario", m.scenario), ("Profile", m.profile), ("Time scale", f"{m.time_scale:g}"),

@@ -7,7 +7,9 @@ import re
 from reference_impl.rules.events import Scalar
 
 NONE = "–"
-ARM_TITLES = {"cold": "Cold start", "shadow": "Shadow"}
+ARM_TITLES = {"cold": "Cold start", "shadow": "Shadow", "lease": "Leases"}
+UNCORRECTED = "-uncorrected"
+TIMEOUT = "single-timeout-"
 
 
 def significant(value: float) -> str:
@@ -68,6 +70,16 @@ def size(count: float | None) -> str:
     return f"{significant(count / 2**20)} MiB"
 
 
+def speed(bytes_per_s: float | None) -> str:
+    """Return 2.31 GiB/s."""
+    return NONE if bytes_per_s is None else f"{size(bytes_per_s)}/s"
+
+
+def count(value: float | None, nouns: str = "") -> str:
+    """Return 24,000 blocks; `nouns` in the plural."""
+    return NONE if value is None else f"{value:,.0f} {nouns}".strip()
+
+
 def scalar(name: str, value: Scalar) -> str:
     """Return a value of the manifest or of an event; names end in their unit."""
     if value is None or value == "":
@@ -81,6 +93,10 @@ def scalar(name: str, value: Scalar) -> str:
 
 def arm_title(arm: str) -> str:
     """Return the arm's name for people."""
+    if arm.endswith(UNCORRECTED):
+        return f"{arm_title(arm.removesuffix(UNCORRECTED))}, clocks uncorrected"
+    if arm.startswith(TIMEOUT):
+        return f"One timeout, {arm.removeprefix(TIMEOUT)} s"
     return ARM_TITLES.get(arm, "This run")
 
 

@@ -225,9 +225,9 @@ class Connector:
         return bool(len(self.producer.leases) or not self.consumer.idle or self.core.load_wanted)
 
     @property
-    def blocks_elsewhere(self) -> list[list[int]]:
-        """Blocks that are held for no running request: under leases, and destinations that still drain."""
-        return [*self.producer.leases.blocks, *self._draining.values()]
+    def blocks_elsewhere(self) -> list[int]:
+        """Blocks that are held for no running request, once for each reference: leased ones, and what still drains."""
+        return [block for blocks in (*self.producer.leases.blocks, *self._draining.values()) for block in blocks]
 
     # The step loop's calls.
 

@@ -107,11 +107,12 @@ class StepLoop:
 
     def abort(self, stream: TokenStream) -> None:
         """Give up on an answer and free its blocks; harmless when it has ended."""
-        if self._streams.pop(id(stream.sequence), None) and self.connector is None:
-            self.core.abort(stream.sequence)
-        elif self.connector is not None:
+        here = self._streams.pop(id(stream.sequence), None)
+        if self.connector is not None:
             self.connector.abort(stream.sequence)
-            self._work.set()
+        elif here:
+            self.core.abort(stream.sequence)
+        self._work.set()  # what it leaves may let another in
 
     async def run(self) -> None:
         """Step while there is work, wait while there is none."""

@@ -204,16 +204,9 @@ class EngineProcess:
         self._say(EventKind.ENGINE_AWAKE, epoch=epoch)
         if self._config.router_url:
             with self._phase("register", promotion=True):
-                await self._registration.register(
-                    Register(
-                        self._config.worker_id,
-                        self._config.engine_id,
-                        self._url,
-                        epoch,
-                        self._config.role,
-                        self._kv_engine_id,
-                    )  # fmt: skip
-                )
+                config = self._config
+                me = Register(config.worker_id, config.engine_id, self._url, epoch, config.role, self._kv_engine_id)
+                await self._registration.register(me)
         self._tell(EngineState.ACTIVE)
 
     def _connect_kv(self, agents: Agents) -> Connector:

@@ -397,7 +397,7 @@ class Consumer:
                 pass
 
     def _read_deadline_ns(self, load: _Load) -> int:
-        limit_ns = s_to_ns(self.terms.read_limit)
+        limit_ns = self.terms.read_limit_ns
         return load.claimed_ns + limit_ns - limit_ns // _DRIFT_SHARE
 
     def _proceed(self, load: _Load, now_ns: int) -> None:
@@ -417,7 +417,7 @@ class Consumer:
 
     def _claim(self, load: _Load, now_ns: int) -> None:
         load.claim_again_ns = now_ns + CLAIM_AGAIN_NS
-        within_ns = load.claimed_ns + s_to_ns(self.terms.read_limit) - now_ns
+        within_ns = load.claimed_ns + self.terms.read_limit_ns - now_ns
         claim = Claim(load.handoff.request_id, load.request_id, within_ns, load.content)
         self._actions.append(Send(load.handoff.engine_id, claim))
 

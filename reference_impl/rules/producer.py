@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from reference_impl.rules.clock import s_to_ns
+from reference_impl.rules.clock import NS_PER_S
 from reference_impl.rules.leases import Lease, LeaseTable
 from reference_impl.rules.messages import (
     Answer,
@@ -186,8 +186,8 @@ class Producer:
             return "this reader has reported already"
         if claim.content != lease.content:
             return "the blocks hold another text"
-        if claim.within_ns > s_to_ns(self.terms.read_limit):
-            return f"a read may take {self.terms.read_limit:g} s, not {claim.within_ns / 1e9:g}"
+        if claim.within_ns > self.terms.read_limit_ns:
+            return f"a read may take {self.terms.read_limit_ns / NS_PER_S:g} s, not {claim.within_ns / NS_PER_S:g}"
         return ""
 
     def _free(self, lease: Lease | None, how: How) -> None:

@@ -85,6 +85,11 @@ class KvTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return s_to_ns(self.kv_lease_duration / INTERVAL_SHARE)
 
     @property
+    def read_limit_ns(self) -> int:
+        """How long a claimed read may take: never longer than an extension, so that a dead reader's claim adds none."""
+        return min(s_to_ns(self.read_limit), self.extension_ns)
+
+    @property
     def ttl_ns(self) -> int:
         """How long the decode side keeps a finished turn."""
         return s_to_ns(self.decoder_kv_blocks_ttl)

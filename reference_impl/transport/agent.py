@@ -133,6 +133,9 @@ class NixlAgent:
         metadata = opened(data)
         if name in self._forgotten:
             self._forgotten.discard(name)
+            if name not in self._lost:  # still connected, since something of it is in flight
+                self._peers.add(name)
+                return
             self._drop(name)
         self._lost.discard(name)
         try:
@@ -245,8 +248,7 @@ class NixlAgent:
 
     def _post(self, get: Get, budget: _Budget) -> None:
         """Post the next part of a read: at least one descriptor, else as many as the budget has room for."""
-        sizes = np.cumsum(get.remote[get.next : get.next + budget.descriptors, 1])
-        count = max(1, int(np.searchsorted(sizes, budget.size_bytes, side="right")))
+        count, size_bytes = _affordable(get.remote[get.next : get.next + budget.descriptors, 1], budget.size_bytes)
         part = slice(get.next, get.next + count)
         get.handle = self._nixl.initialize_xfer(
             "READ",
@@ -256,7 +258,7 @@ class NixlAgent:
         )
         get.next += count
         budget.descriptors -= count
-        budget.size_bytes -= int(sizes[count - 1])
+        budget.size_bytes -= size_bytes
         self._landed(get, self._nixl.transfer(get.handle))  # in shared memory it often has
 
     def _note(self, peer: str, error: Exception) -> None:
@@ -286,6 +288,15 @@ def _disconnect_error() -> type[Exception]:
 
     found: type[Exception] = nixl.nixlRemoteDisconnectError
     return found
+
+
+def _affordable(sizes: NDArray[np.uint64], limit_bytes: int) -> tuple[int, int]:
+    """Return how many descriptors come first that are within the limit together, one at least, and their bytes."""
+    if len(sizes) == 1:
+        return 1, int(sizes[0])
+    sums = np.cumsum(sizes)
+    count = max(1, int(np.searchsorted(sums, limit_bytes, side="right")))
+    return count, int(sums[count - 1])
 
 
 def _told(error: Exception) -> str:

@@ -51,26 +51,40 @@ def block_list(remote: list[int], local: list[int], remote_count: int, local_cou
     """Check a read's blocks against both pools. Raises ValueError with the reason."""
     if not remote or len(remote) != len(local):
         raise ValueError(f"a read needs as many local blocks as remote ones: {len(local)} and {len(remote)}")
-    theirs, ours = _checked("remote", remote, remote_count), _checked("local", local, local_count)
-    remote_steps, local_steps = np.diff(theirs), np.diff(ours)
-    if len(ours) > 1 and local_steps.min() <= 0 and np.bincount(ours).max() > 1:
+    theirs, ours = _array("remote", remote), _array("local", local)
+    breaks = _breaks(theirs, ours)
+    if len(breaks) == 0:  # one run, so its ends say everything: the common case, and the one that is measured
+        _check("remote", theirs[[0, -1]], remote_count)
+        _check("local", ours[[0, -1]], local_count)
+        return BlockList(theirs, ours, breaks)
+    _check("remote", theirs, remote_count)
+    _check("local", ours, local_count)
+    if np.bincount(ours).max() > 1:
         raise ValueError("a local block is named twice")
-    if len(theirs) > 1 and remote_steps.min() < 0:
+    if (theirs[1:] < theirs[:-1]).any():
         order = np.argsort(theirs, kind="stable")
         theirs, ours = theirs[order], ours[order]
-        remote_steps, local_steps = np.diff(theirs), np.diff(ours)
-    return BlockList(theirs, ours, np.flatnonzero((remote_steps != 1) | (local_steps != 1)) + 1)
+        breaks = _breaks(theirs, ours)
+    return BlockList(theirs, ours, breaks)
 
 
-def _checked(side: str, blocks: list[int], count: int) -> Blocks:
+def _breaks(theirs: Blocks, ours: Blocks) -> Blocks:
+    found: Blocks = np.flatnonzero((theirs[1:] - theirs[:-1] != 1) | (ours[1:] - ours[:-1] != 1)) + 1
+    return found
+
+
+def _array(side: str, blocks: list[int]) -> Blocks:
+    """Return block numbers as an array; four times as fast as `np.array`."""
     try:
-        found = np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), dtype=np.int64)  # four times np.array's speed
+        return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), dtype=np.int64)
     except struct.error as error:
         raise ValueError(f"{side} blocks are no block numbers: {error}") from error
-    first, last = int(found.min()), int(found.max())
+
+
+def _check(side: str, blocks: Blocks, count: int) -> None:
+    first, last = int(blocks.min()), int(blocks.max())
     if first < 0 or last >= count:
         raise ValueError(f"{side} blocks go from {first} to {last}; the pool has 0 to {count - 1}")
-    return found
 
 
 def descriptors(blocks: BlockList, piece: Piece, remote_base: int, local_base: int) -> tuple[Descriptors, Descriptors]:
@@ -80,7 +94,10 @@ def descriptors(blocks: BlockList, piece: Piece, remote_base: int, local_base: i
     """
     count = len(blocks.remote)
     starts = np.arange(count) if piece.words < BLOCK_WORDS else _starts(blocks, count)
-    sizes = np.diff(starts, append=count) * (piece.words * WORD_BYTES)
+    counts = np.empty_like(starts)
+    counts[:-1] = starts[1:] - starts[:-1]
+    counts[-1] = count - starts[-1]
+    sizes = counts * (piece.words * WORD_BYTES)
     offset = piece.first * WORD_BYTES
     return (
         _rows(remote_base + offset, blocks.remote[starts], sizes),
@@ -95,7 +112,7 @@ def _starts(blocks: BlockList, count: int) -> Blocks:
 
 
 def _rows(base: int, blocks: Blocks, sizes: NDArray[np.int64]) -> Descriptors:
-    rows = np.zeros((len(blocks), 3), dtype=np.uint64)
-    rows[:, 0] = np.uint64(base) + blocks.astype(np.uint64) * np.uint64(BLOCK_BYTES)
-    rows[:, 1] = sizes.astype(np.uint64)
-    return rows
+    rows = np.zeros((len(blocks), 3), dtype=np.int64)
+    rows[:, 0] = base + blocks * BLOCK_BYTES
+    rows[:, 1] = sizes
+    return rows.view(np.uint64)

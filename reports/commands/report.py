@@ -9,6 +9,9 @@ import click
 from harness.errors import BadInput
 from harness.run_folder import RunFolder
 from reports.comparison import summary_json
+from reports.kv.page import write_at
+from reports.kv.setup import moves_kv
+from reports.kv.summary import summarise as kv_summary
 from reports.page import comparison_page, write, write_run_page
 from reports.summary import summarise
 
@@ -19,15 +22,28 @@ from reports.summary import summarise
 def command(runs: tuple[Path, ...], out: Path | None) -> None:
     """Draw a page for each RUN folder: RUN/report.html, one file that works offline.
 
-    Given one cold and one shadow run, draw the page that compares them instead, with its summary.json. With --out DIR a
+    Given one cold and one shadow run, draw the page that compares them instead, with its summary.json. Runs in which
+    KV moves from prefill to decode engines share one page, of one scenario, with its summary.json. With --out DIR a
     comparison or a single page becomes DIR/index.html, several pages DIR/<name of the run folder>.html.
     """
     folders = [RunFolder(path) for path in runs]
-    by_arm = {folder.manifest.arm: folder for folder in folders}
-    pair = len(folders) == 2 and by_arm.keys() == {"cold", "shadow"}
-    made = _comparison(by_arm["cold"], by_arm["shadow"], out) if pair else _pages(folders, out)
+    made = _kv(folders, out) if any(moves_kv(folder) for folder in folders) else _others(folders, out)
     for path in made:
         click.echo(path)
+
+
+def _kv(folders: list[RunFolder], out: Path | None) -> list[Path]:
+    """Write one page to `out`, or into each run folder."""
+    if other := [folder.path for folder in folders if not moves_kv(folder)]:
+        raise BadInput(f"no KV moves in {other[0]}, as it does in others of these runs; draw them apart")
+    places = [out / "index.html"] if out else [folder.path / "report.html" for folder in folders]
+    return write_at(places, folders, kv_summary(folders))
+
+
+def _others(folders: list[RunFolder], out: Path | None) -> list[Path]:
+    by_arm = {folder.manifest.arm: folder for folder in folders}
+    pair = len(folders) == 2 and by_arm.keys() == {"cold", "shadow"}
+    return _comparison(by_arm["cold"], by_arm["shadow"], out) if pair else _pages(folders, out)
 
 
 def _comparison(cold: RunFolder, shadow: RunFolder, out: Path | None) -> list[Path]:

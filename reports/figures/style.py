@@ -20,6 +20,7 @@ WIDE: Final = 520
 NARROW: Final = 346
 FONT: Final = "sans-serif"
 _LEFT: Final = 46
+RIGHT: Final = 14
 _VEGA_LITE: Final = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 _serial = itertools.count()
 _rows: dict[str, list[dict[str, Any]]] = {}
@@ -76,12 +77,12 @@ def data(rows: list[dict[str, Any]]) -> alt.NamedData:
     return alt.NamedData(name=name)
 
 
-def svg(chart: alt.LayerChart, width: int, height: int, label: str) -> Markup:
-    """Return `chart` as inline SVG, `width` pixels wide with its axes.
+def svg(chart: alt.LayerChart, width: int, height: int, label: str, *, right: int = RIGHT) -> Markup:
+    """Return `chart` as inline SVG, `width` pixels wide with its axes; `right` of them are right of the plot.
 
     In a wide drawing, resting the pointer on a mark shows its description; where columns are narrow, nothing hovers.
     """
-    dressed = chart.properties(width=width - _LEFT - 14, height=height, padding=1, autosize="pad").configure(
+    dressed = chart.properties(width=width - _LEFT - right, height=height, padding=1, autosize="pad").configure(
         background="transparent", font=FONT, view=alt.ViewConfig(stroke=None)
     )
     spec = dressed.to_dict(validate=False)

@@ -56,7 +56,10 @@ def _tone(run: RunFolder) -> str:
 
 
 def in_order(runs: list[RunFolder]) -> list[RunFolder]:
-    """Return the lease design first, then its baselines, the longest timeout first. Raises BadInput for several scenarios."""
+    """Return the lease design first, then its baselines, the longest timeout first.
+
+    Raises `BadInput` for runs of several scenarios.
+    """
     scenarios = list(dict.fromkeys(run.manifest.scenario for run in runs))
     if len(scenarios) > 1:
         raise BadInput(f"runs of one scenario make a page, and these are of {', '.join(scenarios)}; draw them apart")

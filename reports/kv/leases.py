@@ -46,7 +46,7 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     reclaim_s: float | None
     """Crash -> the last of its blocks is free, the longest of all crashes; None while one is still held."""
     watched_s: float
-    """How long the holders were watched after the (first) crash: what is still held, was held at least so long."""
+    """How long the holders were watched after a crash: what is still held, was held at least so long."""
     promised_s: float | None
     """Crash -> the last end that the design promises."""
     late: int
@@ -81,7 +81,7 @@ def crash(run: RunFolder) -> Crash | None:
     return Crash(
         crashes=len(found), leases=sum(r.leases for r in found), blocks=sum(r.blocks for r in found),
         standing=standing, reclaim_s=None if standing else _longest([r.seconds for r in found]),
-        watched_s=(run.events[-1].t_ns - found[0].fault_ns) / 1e9,
+        watched_s=max(run.events[-1].t_ns - r.fault_ns for r in found if r.standing or not standing) / 1e9,
         promised_s=_longest([r.promised_s for r in found]), late=sum(len(r.late) for r in found),
         block_seconds=sum(r.block_seconds for r in found),
     )  # fmt: skip

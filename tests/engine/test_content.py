@@ -179,3 +179,26 @@ def test_memory_in_pieces_is_refused() -> None:
     kv = np.zeros((PROFILE.kv_blocks, 2 * BLOCK_WORDS), np.uint64)[:, ::2]
     with pytest.raises(ValueError, match="one piece"):
         EngineCore(PROFILE).bind(kv, weight_words(WEIGHTS.seed, 0, WEIGHTS.words))
+
+
+@pytest.mark.rule("KVC-XFER-001")
+@pytest.mark.parametrize("group", range(HEAD_GROUPS))
+def test_the_first_token_shows_damage_to_any_one_rank_s_part_of_a_loaded_block(group: int) -> None:
+    words = prompt(600)
+    [right] = expected_answers([words], [1], WEIGHTS)
+    holder, theirs = make_core()
+    held = holder.sequence("held", words, 1, hold=True)
+    run(holder)
+    part = slice(group * BLOCK_WORDS // HEAD_GROUPS, (group + 1) * BLOCK_WORDS // HEAD_GROUPS)
+    wrong = 0
+    full = len(words) // BLOCK_TOKENS
+    for damaged in range(full):
+        reader, ours = make_core()
+        sequence = reader.sequence("reads", words, 1, remote_tokens=len(words))
+        reader.step()
+        ours[sequence.blocks] = theirs[held.held_blocks]
+        ours[sequence.blocks[damaged], part] = 0
+        reader.loaded(sequence)
+        run(reader)
+        wrong += answer(sequence) != right.tolist()
+    assert wrong >= full - 1  # one in 4,096 goes unnoticed by chance

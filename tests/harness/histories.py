@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from harness.run_folder import Manifest, RunFolder, RunWriter
-from harness.scenario import FaultSpec, Phase, Scenario
+from harness.scenario import FaultKind, FaultSpec, Phase, Scenario
 from reference_impl.engine.profile import load_profile
 from reference_impl.rules.events import Event, EventKind, Scalar
 from workloads.rows import Chunk, Outcome, PromptSpec, RequestRecord
@@ -20,7 +20,7 @@ SCENARIO = Scenario(
     name="made-up", title="Two kills", requests_min=20,
     phases=[
         Phase(name="baseline", seconds=20),
-        Phase(name="fault", seconds=20, repeats=2, fault=FaultSpec(kind="kill")),
+        Phase(name="fault", seconds=20, repeats=2, fault=FaultSpec(kind=FaultKind.KILL, worker="w0")),
         Phase(name="drain", seconds=10),
     ],
 )  # fmt: skip
@@ -37,6 +37,7 @@ class History:
     def __init__(self, arm: str = "shadow") -> None:
         self.arm = arm
         self.scenario = SCENARIO
+        self.configuration: dict[str, object] = {}
         self.events: list[Event] = []
         self.requests: list[tuple[RequestRecord, str, bool | None]] = []
         self.metrics: list[tuple[int, str, str, float]] = []
@@ -64,6 +65,7 @@ class History:
             time_scale=1.0, seed=1, started_wall_ns=0, command=["pdproof"], versions={}, commit="", machine={},
             configuration={
                 "scenario": msgspec.to_builtins(self.scenario), "profile": msgspec.to_builtins(load_profile("tiny")),
+                **self.configuration,
             },
         )  # fmt: skip
         writer = RunWriter(path, manifest)

@@ -36,9 +36,10 @@ def write(folder: Path, *, extra: str = "", load: str = "", fault: str = "", dra
 
 
 def test_the_scenarios_that_ship_load() -> None:
-    assert {"kill-active", "kill-active-600s"} <= set(scenario_names())
-    for name in scenario_names():
-        assert load_scenario(name).faults > 0
+    names = set(scenario_names())
+    assert {"kill-active", "d_crash", "surge", "p_restart", "d_restart", "router_hold", "two_turn"} <= names
+    without = {name for name in names if not load_scenario(name).faults}
+    assert without == {"surge", "two_turn"}  # the load, and the passing of time, are what they try
 
 
 def test_a_good_file_loads(tmp_path: Path) -> None:
@@ -50,6 +51,14 @@ def test_a_good_file_loads(tmp_path: Path) -> None:
     ("parts", "words"),
     [
         ({"extra": "workers = 0"}, "workers"),
+        ({"fault": 'fault = { kind = "kill" }'}, "needs the worker"),
+        ({"fault": 'fault = { kind = "router_hold", seconds = 1 }'}, "seconds and requests"),
+        ({"fault": 'fault = { kind = "router_hold", seconds = 1, requests = 1 }'}, "needs [kv]"),
+        ({"extra": "kv = { prefill = 0 }"}, "prefill"),
+        ({"extra": "kv = { decode_ranks = 3 }"}, "decode_ranks"),
+        ({"extra": "kv = { kv_lease_duration = 0 }"}, "kv_lease_duration"),
+        ({"extra": "kv = { decode = 1 }", "fault": 'fault = { kind = "kill", worker = "w0" }'}, "there are p0, d0"),
+        ({"load": "sessions = { turns = 2, think_s = [1] }"}, "bidirectional_kv_xfer"),
         ({"extra": "workers = 1000"}, "workers"),
         ({"extra": "surprise = 1"}, "surprise"),
         ({"extra": "requests_min = 0"}, "requests_min"),
@@ -64,7 +73,7 @@ def test_a_good_file_loads(tmp_path: Path) -> None:
         ({"fault": 'fault = { kind = "kill", worker = "w9" }'}, "no worker w9"),
         ({"fault": "repeats = 0"}, "repeats"),
         ({"drain": "repeats = 2"}, "drain"),
-        ({"drain": 'fault = { kind = "kill" }'}, "drain"),
+        ({"drain": 'fault = { kind = "kill", worker = "w0" }'}, "drain"),
         ({"drain": '[[phases]]\nname = "more"\nseconds = 1'}, "named drain"),
         ({"drain": '[[phases]]\nname = "drain"\nseconds = 1'}, "named drain"),
     ],

@@ -32,18 +32,22 @@ ALL = Faults(
     lost=0.08, repeated=0.08, late=0.04, damaged=0.01, slow_reads=0.08, bad_reads=0.08, bad_handshakes=0.08, held=0.1,
     reused=0.15, rejected=0.05, crashes=0.02, aborts=0.06,
 )  # fmt: skip
+TIGHT = msgspec.structs.replace(PROFILE, reserve=False, kv_blocks=20, requests_max=4)
+"""Answers grow block by block, and there are too few: the newest is preempted."""
 KINDS = [NO_FAULTS, LOSSY, BAD_DATA, CLIENTS, CRASHES, ALL, ALL]
 
 
-def make(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = None) -> World:
+def make(
+    seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = None, *, two_turns: bool | None = None
+) -> World:
     """Make the world of a seed: how many engines, which terms, what goes wrong."""
     chance = random.Random(seed ^ 0x5EED)
     terms = msgspec.structs.replace(
         TERMS,
-        bidirectional_kv_xfer=chance.random() < 0.5,
+        bidirectional_kv_xfer=chance.random() < 0.5 if two_turns is None else two_turns,
         kv_load_failure_policy=LoadPolicy.FAIL if chance.random() < 0.25 else LoadPolicy.RECOMPUTE,
     )
-    profile = msgspec.structs.replace(PROFILE, reserve=chance.random() < 0.6)
+    profile = TIGHT if chance.random() < 0.25 else PROFILE
     drawn = chance.choice(KINDS)
     return World(
         seed, ranks=ranks, engines=(chance.choice([1, 2]), chance.choice([1, 2])), terms=terms, profile=profile,
@@ -51,9 +55,11 @@ def make(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = Non
     )  # fmt: skip
 
 
-def run(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = None) -> World:
+def run(
+    seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = None, *, two_turns: bool | None = None
+) -> World:
     """Run a history to its end, or to the first broken invariant."""
-    world = make(seed, ranks, faults)
+    world = make(seed, ranks, faults, two_turns=two_turns)
     for _ in range(world.between(TURNS_MIN, TURNS_MAX)):
         happen(world)
         world.step(world.chance.choice([20 * MS, 50 * MS, 100 * MS, STEP_MAX_NS]))
@@ -68,9 +74,26 @@ def happen(world: World, rate: float = 0.16) -> None:
     faults = world.faults
     if world.happens(rate):
         readers, turns = world.chance.choice([1, 1, 1, 2, 3]), world.chance.choice([1, 1, 2])
-        world.arrive(world.chance.choice(library()), world.between(1, ANSWER_MAX), readers=readers, turns=turns)
+        answer = world.between(1, 4) if world.profile.reserve else ANSWER_MAX
+        world.arrive(world.chance.choice(library()), answer, readers=readers, turns=turns)
     if world.legs and world.happens(faults.aborts):
         leg: Leg = world.chance.choice(world.legs)
         world.abort(leg)
     if world.happens(faults.crashes):
         world.crash(world.chance.choice(world.slots), world.between(100 * MS, 3000 * MS))
+
+
+def run_samples(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = NO_FAULTS) -> World:
+    """Run a history in which several samples of one prompt queue at one decode engine that takes one at a time."""
+    profile = msgspec.structs.replace(PROFILE, requests_max=1)
+    world = World(seed, ranks=ranks, engines=(1, 1), profile=profile, faults=faults or NO_FAULTS)
+    for _ in range(world.between(2, 4)):
+        prompt = world.chance.choice(library())
+        world.arrive(prompt, ANSWER_MAX, readers=world.between(2, 4))
+    for _ in range(400):
+        world.step(world.between(20 * MS, STEP_MAX_NS))
+        if world.broken or not (world.legs or world.open_jobs):
+            break
+    if not world.broken:
+        world.drain()
+    return world

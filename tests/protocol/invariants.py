@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from reference_impl.engine.core import audit
 from reference_impl.rules.clock import NS_PER_MS, NS_PER_S
 from reference_impl.rules.consumer import CANCEL_GRACE_NS, TURN_MARGIN_NS, Stage
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from tests.protocol.world import Engine, Leg, World
 
 S, MS = NS_PER_S, NS_PER_MS
-DRIFT_NS = 20 * MS
-"""What 400 ppm make of the longest time that is compared here."""
 AUDIT_EVERY = 8
 """Steps between two audits of a pool; it is also audited at the end."""
 
@@ -62,7 +62,10 @@ class Watch:
         self._up: dict[tuple[str, str], int] = {}
         self._heard: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._bad: Counter[str] = Counter()
+        self._handed_out: dict[str, int] = {}
         self._steps = 0
+        self._drift_ns = world.terms.ttl_ns // 2500 + 10 * MS
+        """What 400 ppm make of the longest time that is compared here."""
 
     def breach(self, rule: str, what: str, error: Exception | None = None) -> None:
         """Note that a rule is broken."""
@@ -150,6 +153,8 @@ class Watch:
                 self._up[engine.engine_id, subject] = now
             case EventKind.TURN_JUDGED:
                 self._judged(subject, live=bool(detail["live"]), error_ms=float(detail["error_ms"] or 0))
+            case EventKind.LOAD_DONE:
+                self._compare_blocks(engine, subject)
             case EventKind.LOAD_FAILED:
                 self._load_failed(detail)
             case _:
@@ -182,6 +187,8 @@ class Watch:
                 self.breach("S3", f"{request_id} is released ({how}) by {told}; {grant.readers} readers were expected")
         elif not grant.turn and self._world.terms.renews:
             self._queued_in_vain(engine, request_id)
+            if self._world.calm:
+                self.breach("L4", f"{request_id} expired, and nothing went wrong: its readers' reports were missing")
 
     def _queued_in_vain(self, holder: Engine, request_id: str) -> None:
         """A lease has expired: nobody may have been there, connected and heard, for as long as a heartbeat takes."""
@@ -216,6 +223,20 @@ class Watch:
         if not live and left > slack:
             self.breach("C2", f"{request_id} declines a turn that has {left / S:.3f} s left")
 
+    def _compare_blocks(self, engine: Engine, request_id: str) -> None:
+        """What was loaded is word for word what the holder has (XFER-001); an answer does not read every word."""
+        leg = engine.legs.get(request_id)
+        if leg is None or leg.load is None:
+            return
+        grant = self._grants.get((leg.load.engine_id, leg.load.request_id))
+        holder = next((e for e in self._world.engines if e.engine_id == leg.load.engine_id), None)
+        if grant is None or holder is None:
+            return
+        blocks = slice(leg.sequence.load_from, leg.sequence.load_to)
+        here, there = engine.transport.kv[leg.sequence.blocks[blocks]], holder.transport.kv[leg.load.blocks[blocks]]
+        if not np.array_equal(here, there):
+            self.breach("XFER-001", f"what {request_id} has loaded differs from what {leg.load.request_id} holds")
+
     def _load_failed(self, detail: dict[str, Scalar]) -> None:
         """A failed load ends as the policy says (R2)."""
         policy = self._world.terms.kv_load_failure_policy
@@ -241,15 +262,17 @@ class Watch:
 
         now, who = self._world.network.now_ns, engine.engine_id
         leases = engine.connector.producer.leases
+        handed_out = int(engine.generations.sum())
+        unchanged, self._handed_out[who] = self._handed_out.get(who) == handed_out, handed_out
         for (holder, request_id), grant in self._grants.items():
             if holder != who:
                 continue
             lease = leases.get(request_id)
             if lease is None:
                 continue  # it is over, and said so, or will in the next look
-            if [int(engine.generations[b]) for b in grant.blocks] != grant.generations:
+            if not unchanged and [int(engine.generations[b]) for b in grant.blocks] != grant.generations:
                 self.breach("S1", f"blocks of {request_id} were given away under its lease")
-            if now > grant.ends_by_ns + STEP_MAX_NS + DRIFT_NS:
+            if now > grant.ends_by_ns + STEP_MAX_NS + self._drift_ns:
                 late = (now - grant.ends_by_ns) / S
                 self.breach("L1", f"the lease of {request_id} is {late:.3f} s older than anything that renewed it")
             if lease.done:
@@ -285,7 +308,7 @@ class Watch:
         from tests.protocol.world import STEP_MAX_NS
 
         terms, now = self._world.terms, self._world.network.now_ns
-        limit = round(terms.load_limit * S) + CANCEL_GRACE_NS + 3 * STEP_MAX_NS + DRIFT_NS
+        limit = round(terms.load_limit * S) + CANCEL_GRACE_NS + 3 * STEP_MAX_NS + self._drift_ns
         for sequence in engine.core.loading.values():
             since = self._loading.setdefault((engine.engine_id, sequence.request_id), now)
             if now - since > limit:
@@ -293,7 +316,7 @@ class Watch:
 
     def _audit(self, engine: Engine) -> None:
         """K1, at any moment: every block has as many references as it has holders."""
-        elsewhere = [b for blocks in engine.connector.blocks_elsewhere for b in blocks]
+        elsewhere = list(engine.connector.blocks_elsewhere)
         elsewhere += [b for sequence in engine.made for b in sequence.held_blocks]
         for problem in audit(engine.core, elsewhere=elsewhere):
             self.breach("K1", f"{engine.engine_id}: {problem}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,8 @@ STEP_MAX_NS = 250 * MS
 PROMPT_DELAY_NS = 100 * MS
 """A message that takes longer is late."""
 DRAIN_NS = 120 * S
-ANSWER_MAX = 4
+"""After the longest time to live: by then a healed world is at rest."""
+ANSWER_MAX = 20
 WEIGHTS = Weights(seed=7, words=4096)
 WEIGHT_WORDS = weight_words(WEIGHTS.seed, 0, WEIGHTS.words)
 TERMS = KvTerms(
@@ -265,9 +267,7 @@ class WorldShaker:
             world.short_delay(), partial(self._back, engine_id, measured, sent_ns, remote_ns, addresses)
         )
 
-    def _back(
-        self, engine_id: str, measured: bool, sent_ns: int, remote_ns: int, addresses: list[RankAddress]
-    ) -> None:
+    def _back(self, engine_id: str, measured: bool, sent_ns: int, remote_ns: int, addresses: list[RankAddress]) -> None:
         now_ns = self._engine.clock.now_ns()
         self._results.append(
             Shaken(
@@ -309,10 +309,11 @@ class World:
         self.seed = seed
         self.chance = random.Random(seed)
         self.terms, self.profile, self.faults = terms, profile, faults
+        self.calm = faults == NO_FAULTS
         self.network = MemoryNetwork(self._link, self._read)
         self.network.now_ns = start_ns
         self.tally = Tally()
-        self.events: list[tuple[int, str, str, str, dict[str, Scalar]]] = []
+        self.events: deque[tuple[int, str, str, str, dict[str, Scalar]]] = deque(maxlen=400)
         self.watch = Watch(self)
         self.dead: list[Engine] = []
         self.legs: list[Leg] = []
@@ -342,7 +343,7 @@ class World:
         lines = [
             f"{(t - start) / S:9.3f} s  {who:6} {what:18} {subject:14} "
             + " ".join(f"{name}={value}" for name, value in detail.items())
-            for t, who, what, subject, detail in self.events[-400:]
+            for t, who, what, subject, detail in self.events
         ]
         return "\n".join([*lines, *self.broken, f"seed {self.seed}"])
 
@@ -487,7 +488,7 @@ class World:
             return
         for _ in range(job.readers):
             hold_ns = self.between(0, 5 * S) if self.happens(self.faults.held) else self.short_delay()
-            tokens = PROFILE.context_tokens_max if self.happens(self.faults.rejected) else None
+            tokens = self.profile.context_tokens_max if self.happens(self.faults.rejected) else None
             self._later(hold_ns, partial(self.decode, job, tokens))
             if self.happens(self.faults.reused):
                 self._later(hold_ns + self.between(0, 2 * S), partial(self.decode, job))
@@ -544,7 +545,7 @@ class World:
     def drain(self) -> None:
         """Heal everything and let it come to rest; what does not is a breach."""
         self.faults = NO_FAULTS
-        end_ns = self.network.now_ns + DRAIN_NS
+        end_ns = self.network.now_ns + DRAIN_NS + 2 * self.terms.ttl_ns
         while not self.broken and self.network.now_ns < end_ns:
             self.step(STEP_MAX_NS)
             if not self.legs and not self.open_jobs and not any(self._lively(e) for e in self.engines):
@@ -568,5 +569,3 @@ class World:
         self.tally.loaded += kind is EventKind.LOAD_DONE
         self.tally.load_failed += kind is EventKind.LOAD_FAILED
         self.watch.heard(engine, kind, subject, detail)
-
-

@@ -59,7 +59,7 @@ def unknown(words: list[str]) -> str:
     if name == "pdproof":
         known = output("pdproof", words[1], "--help")
     elif name == "locust":
-        known = output("locust", "--help") + output("locust", "-f", "workloads/pd.py", "--help-load")
+        known = output("locust", "--help") + output("locust", "-f", words[2], "--help-load")
         options += [] if (ROOT / words[2]).is_file() else [words[2]]
     elif name == "python":
         if importlib.util.find_spec(words[2]) is None:
