@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OUT ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench lock clean
+.PHONY: help setup demo demo-pd test check format bench lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,11 @@ $(READY): pyproject.toml constraints.txt requirements-nixl.txt
 
 demo: $(READY) ## The main job: cold start against shadow recovery, one page in out/demo
 	$(BIN)/pdproof compare --out $(OUT)/demo
+
+demo-pd: $(READY) ## Prefill and decode apart: leases against one timeout, in pages below out/demo-pd
+	$(BIN)/pdproof compare --scenario d_crash --time-scale 5 --out $(OUT)/demo-pd/d_crash
+	$(BIN)/pdproof compare --scenario surge --time-scale 5 --out $(OUT)/demo-pd/surge
+	$(BIN)/pdproof run two_turn --out $(OUT)/demo-pd/two_turn && $(BIN)/pdproof report $(OUT)/demo-pd/two_turn
 
 test: $(READY) ## All tests that this machine can run
 	$(BIN)/python -m pytest -n 2 --dist loadfile

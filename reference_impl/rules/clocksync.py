@@ -39,26 +39,29 @@ class ClockSync:
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
+        self._best: Sample | None = None
+        """Drift adds to all errors alike, so the best sample stays the best until the samples change."""
 
     def add(self, sample: Sample) -> bool:
         """Take a sample; false, and nothing changes, if it went back in time."""
         if sample.received_ns < sample.sent_ns:
             return False
         self._samples = [*self._samples, sample][-SAMPLES_MAX:]
+        newest_ns = max(s.received_ns for s in self._samples)
+        self._best = min(self._samples, key=lambda s: _estimate(s, newest_ns).error_ns)
         return True
 
     def estimate(self, now_ns: int) -> Estimate | None:
-        """Return the best estimate at `now_ns`, None before the first sample."""
-        return min((_estimate(s, now_ns) for s in self._samples), key=lambda e: e.error_ns, default=None)
+        """Return the best estimate at `now_ns`, None before the first sample. Asked at every poll, so it is cheap."""
+        return _estimate(self._best, now_ns) if self._best else None
 
     def stale(self, now_ns: int) -> bool:
         """Whether it is time to measure again: the newest sample is old, or none is good enough."""
-        if not self._samples:
+        best = self.estimate(now_ns)
+        if best is None:
             return True
         age_ns = now_ns - self._samples[-1].received_ns
-        best = self.estimate(now_ns)
-        poor = best is not None and best.error_ns > ERROR_WANTED_NS
-        return age_ns > (AGE_NS // 10 if poor else AGE_NS)
+        return age_ns > (AGE_NS // 10 if best.error_ns > ERROR_WANTED_NS else AGE_NS)
 
 
 def _estimate(sample: Sample, now_ns: int) -> Estimate:

@@ -1,11 +1,13 @@
-"""`pdproof compare`: the main job. Runs both arms of a scenario and sets them side by side on one page."""
+"""`pdproof compare`: the main job. Runs the arms of a scenario and sets them side by side on one page."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
+import msgspec
 from rich.console import Console
 
 from harness.commands.exit_codes import exit_code
@@ -15,9 +17,12 @@ from harness.commands.verdict_table import print_verdicts
 from harness.errors import BadInput
 from harness.run_folder import RunFolder
 from harness.runner import RunPlan
-from harness.scenario import Arm, Scenario, load_scenario
+from harness.scenario import Arm, load_scenario, with_kv
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
+from reference_impl.rules.terms import LeaseDesign
 from reports.comparison import write_comparison
+from reports.kv.lead import kv_lead
+from reports.kv.page import write_kv_page
 from reports.summary import Summary
 
 
@@ -26,28 +31,42 @@ def default_scenario(profile: Profile) -> str:
     return "kill-active-600s" if profile.init else "kill-active"
 
 
+SHORT_TIMEOUT_S: Final = 5.0
+"""The single timeout, shortened: it frees the blocks of dead readers soon, and those of waiting ones as well."""
+
+
 @click.command("compare")
 @click.option("--scenario", default="", help="default: kill-active; for profiles that emulate their cold start "
               "kill-active-600s")  # fmt: skip
-@click.option("--profile", default="default", show_default=True, help="compute profile: a name or a .toml file")
+@click.option("--profile", default="", help="compute profile: a name or a .toml file; default: the scenario's")
 @click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
 @click.option("--seed", type=SEED, default=2, show_default=True, help="of all chance")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("out/compare"), show_default=True,
-              help="folder for index.html and summary.json; the two run folders go below it")  # fmt: skip
+              help="folder for index.html and summary.json; the run folders go below it")  # fmt: skip
 @click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")
 def command(scenario: str, profile: str, time_scale: float, seed: int, out: Path, port: int) -> int:
-    """Kill engines of a cold-restart deployment and of one with shadows, under the same load; write one page.
+    """Run a scenario in every arm under the same load, and set the arms side by side on one page.
 
-    Both arms run the same build, profile, seed and schedule. Exits with 0 if both pass and the page was written.
+    Of a scenario that kills engines: a deployment with cold restarts and one with shadows. Of one in which KV moves
+    from prefill to decode engines: leases, and the old single timeout of 480 s and of 5 s. All arms run the same build,
+    profile, seed and schedule. Exits with 0 if the page was written and what must pass has passed.
     """
     try:
-        name = scenario or default_scenario(load_profile(profile))
+        name = scenario or default_scenario(load_profile(profile or "default"))
     except ProfileError as error:
         raise BadInput(str(error)) from error
     data = load_scenario(name)
+    plan = RunPlan(
+        scenario=data, arm=Arm.COLD, profile=profile or data.profile, time_scale=time_scale, seed=seed, port=port,
+        folder=out, command=["pdproof", *sys.argv[1:]],
+    )  # fmt: skip
     console = Console(stderr=True)
-    runs = {arm: _run(data, arm, profile, time_scale, seed, out, port, console) for arm in Arm}
+    return _compare_designs(plan, out, console) if data.kv else _compare_recoveries(plan, out, console)
+
+
+def _compare_recoveries(plan: RunPlan, out: Path, console: Console) -> int:
+    runs = {arm: _run(msgspec.structs.replace(plan, arm=arm), out, console) for arm in Arm}
     summary = write_comparison(runs[Arm.COLD].path, runs[Arm.SHADOW].path, out)
     for run in runs.values():
         print_verdicts(run, run.verdicts)
@@ -55,14 +74,26 @@ def command(scenario: str, profile: str, time_scale: float, seed: int, out: Path
     return exit_code(summary.verdict)
 
 
-def _run(
-    scenario: Scenario, arm: Arm, profile: str, time_scale: float, seed: int, out: Path, port: int, console: Console
-) -> RunFolder:
-    plan = RunPlan(
-        scenario=scenario, arm=arm, profile=profile, time_scale=time_scale, seed=seed, port=port,
-        folder=new_run_folder(out / "runs", scenario.name, arm, seed), command=["pdproof", *sys.argv[1:]],
-    )  # fmt: skip
-    return perform(plan, console)
+def _compare_designs(plan: RunPlan, out: Path, console: Console) -> int:
+    """Run leases, and the old design with its long timeout and with a short one."""
+    short = with_kv(plan.scenario, single_timeout=SHORT_TIMEOUT_S)
+    plans = [
+        plan,
+        msgspec.structs.replace(plan, design=LeaseDesign.SINGLE_TIMEOUT),
+        msgspec.structs.replace(plan, design=LeaseDesign.SINGLE_TIMEOUT, scenario=short),
+    ]
+    runs = [_run(each, out, console) for each in plans]
+    summary = write_kv_page(runs, out)
+    for run in runs:
+        print_verdicts(run, run.verdicts)
+    console.print(f"[bold]{summary.verdict}[/]: {kv_lead(summary)}", highlight=False, soft_wrap=True)
+    console.print(f"page: {(out / 'index.html').resolve()}", highlight=False, soft_wrap=True)
+    return exit_code(summary.verdict)
+
+
+def _run(plan: RunPlan, out: Path, console: Console) -> RunFolder:
+    folder = new_run_folder(out / "runs", plan.scenario.name, plan.label, plan.seed)
+    return perform(msgspec.structs.replace(plan, folder=folder), console)
 
 
 def _print_result(console: Console, summary: Summary, out: Path) -> None:

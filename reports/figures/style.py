@@ -25,6 +25,8 @@ _VEGA_LITE: Final = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2]
 _serial = itertools.count()
 _rows: dict[str, list[dict[str, Any]]] = {}
 """Rows of charts that are not drawn yet, by unique name."""
+_TAG: Final = re.compile(r"<[^>]*>")
+_LONG_NUMBER: Final = re.compile(r"-?\d+\.\d{2,}")
 _DOT: Final = re.compile(
     r'<path transform="translate\(([^,]*),([^)]*)\)" d="M([\d.]+),0A[^"]*"([^>]*?) stroke-width="[^"]*"([^>]*)'
     r"(/>|><title>[^<]*</title></path>)"
@@ -107,7 +109,7 @@ def _clean(raw: str, label: str, prefix: str, *, tips: bool) -> str:
         lambda m: f'<circle cx="{m[1]}" cy="{m[2]}" r="{m[3]}"{m[4]}{m[5]}{m[6].replace("path", "circle")}', text
     )
     text = re.sub(r' (?:opacity="1"|font-weight="normal"|stroke-width="0")', "", text)
-    text = re.sub(r"-?\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), text)
+    text = _TAG.sub(lambda tag: _LONG_NUMBER.sub(lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), tag[0]), text)
     text = text.replace(f'font-family="{FONT}"', "").replace("clip", f"{prefix}clip")
     text = text.replace(f"{prefix}clip-path", "clip-path").replace(f"{prefix}clipPath", "clipPath")
     head = f'<svg role="img" aria-label="{escape(label)}" '

@@ -54,7 +54,8 @@ class Watch:
     def __init__(self, world: World) -> None:
         self._world = world
         self.broken: list[str] = []
-        self._grants: dict[tuple[str, str], _Grant] = {}
+        self._grants: defaultdict[str, dict[str, _Grant]] = defaultdict(dict)
+        """By holder and request."""
         self._early_reports: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         self._reads: dict[tuple[str, int], _Reading] = {}
         self._loading: dict[tuple[str, str], int] = {}
@@ -97,7 +98,7 @@ class Watch:
         for delay in delays:
             arrives = now + delay + STEP_MAX_NS
             for request in named:
-                grant = self._grants.get((holder, request))
+                grant = self._grants[holder].get(request)
                 if isinstance(told, Heartbeat) and grant:
                     grant.ends_by_ns = max(grant.ends_by_ns, arrives + terms.extension_ns)
                 elif isinstance(told, Claim):
@@ -117,7 +118,7 @@ class Watch:
         """Forget an engine's leases: its memory is gone."""
         self._counters(engine)
         self._reads = {key: read for key, read in self._reads.items() if key[0] != engine.engine_id}
-        self._grants = {key: grant for key, grant in self._grants.items() if key[0] != engine.engine_id}
+        self._grants.pop(engine.engine_id, None)
         self._loading = {key: at for key, at in self._loading.items() if key[0] != engine.engine_id}
 
     def aborted(self, leg: Leg) -> None:
@@ -133,7 +134,7 @@ class Watch:
 
     def renewed(self, leg: Leg) -> None:
         """See a turn kept alive by its client."""
-        grant = self._grants.get((leg.engine.engine_id, leg.request_id))
+        grant = self._grants[leg.engine.engine_id].get(leg.request_id)
         self._heard[leg.engine.engine_id]["renewed"] += 1
         if grant:
             grant.ends_by_ns = max(grant.ends_by_ns, self._world.network.now_ns + self._world.terms.ttl_ns)
@@ -164,12 +165,13 @@ class Watch:
         """A lease starts: its blocks are its own from here on."""
         lease = engine.connector.producer.leases.get(request_id)
         key = engine.engine_id, request_id
-        if lease is None or key in self._grants:
+        grants = self._grants[engine.engine_id]
+        if lease is None or request_id in grants:
             self.breach("S4", f"{request_id} is granted, and {'has one already' if lease else 'has no lease'}")
             return
         terms = self._world.terms
         length = terms.ttl_ns if lease.turn else terms.first_ns
-        self._grants[key] = _Grant(
+        grants[request_id] = _Grant(
             lease.readers, lease.turn, self._world.network.now_ns + length,
             [int(engine.generations[b]) for b in lease.blocks], list(lease.blocks), dict(self._early_reports[key]),
         )  # fmt: skip
@@ -177,7 +179,7 @@ class Watch:
     def _lease_over(self, engine: Engine, request_id: str, *, expired: bool, how: str) -> None:
         """A lease ends: once (S4), by all its readers (S3), and not while one of them queues (L2)."""
         now = self._world.network.now_ns
-        grant = self._grants.pop((engine.engine_id, request_id), None)
+        grant = self._grants[engine.engine_id].pop(request_id, None)
         if grant is None:
             self.breach("S4", f"{request_id} ends, and held no lease")
             return
@@ -228,7 +230,7 @@ class Watch:
         leg = engine.legs.get(request_id)
         if leg is None or leg.load is None:
             return
-        grant = self._grants.get((leg.load.engine_id, leg.load.request_id))
+        grant = self._grants[leg.load.engine_id].get(leg.load.request_id)
         holder = next((e for e in self._world.engines if e.engine_id == leg.load.engine_id), None)
         if grant is None or holder is None:
             return
@@ -264,9 +266,7 @@ class Watch:
         leases = engine.connector.producer.leases
         handed_out = int(engine.generations.sum())
         unchanged, self._handed_out[who] = self._handed_out.get(who) == handed_out, handed_out
-        for (holder, request_id), grant in self._grants.items():
-            if holder != who:
-                continue
+        for request_id, grant in self._grants[who].items():
             lease = leases.get(request_id)
             if lease is None:
                 continue  # it is over, and said so, or will in the next look

@@ -14,7 +14,7 @@ FAULTS = Faults(
     lost=0.05, repeated=0.05, late=0.02, damaged=0.005, slow_reads=0.05, bad_reads=0.05, bad_handshakes=0.05, held=0.1,
     reused=0.1, rejected=0.05, crashes=0.001, aborts=0.02,
 )  # fmt: skip
-ARRIVALS = 0.05
+ARRIVALS = 0.025
 """Probability of a new client in one step."""
 
 

@@ -310,6 +310,7 @@ class World:
         self.chance = random.Random(seed)
         self.terms, self.profile, self.faults = terms, profile, faults
         self.calm = faults == NO_FAULTS
+        self.healed = False
         self.network = MemoryNetwork(self._link, self._read)
         self.network.now_ns = start_ns
         self.tally = Tally()
@@ -478,7 +479,7 @@ class World:
         self.watch.answered(leg, right_answer(leg.job.prompt, leg.sequence.output_tokens_max))
         if leg.keep:
             self._hand_over(leg, params)
-        elif params is not None and leg.job.turns_left:
+        elif params is not None and leg.job.turns_left and not self.healed:
             self._think(leg, params)
 
     def _hand_over(self, leg: Leg, params: dict[str, Any] | None) -> None:
@@ -544,7 +545,7 @@ class World:
 
     def drain(self) -> None:
         """Heal everything and let it come to rest; what does not is a breach."""
-        self.faults = NO_FAULTS
+        self.faults, self.healed = NO_FAULTS, True
         end_ns = self.network.now_ns + DRAIN_NS + 2 * self.terms.ttl_ns
         while not self.broken and self.network.now_ns < end_ns:
             self.step(STEP_MAX_NS)

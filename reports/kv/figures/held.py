@@ -99,8 +99,8 @@ def _chart(
     scale = alt.Scale(domain=[0, top], nice=False)
     curves = [_curve(line, shared, width, scale, first=place == 0) for place, line in enumerate(lines)]
     freed = [layer for place, line in enumerate(_labelled(lines), 1) for layer in _freed(line, shared, width, place)]
-    right = [] if pool is None else [_share(shared, width, top / pool)]
-    layers = [*fault_layers(marks, shared, width, named=True), *freed, *reversed(curves), *right]
+    right = right_axis(shared, width, None if pool is None else top / pool)
+    layers = [*fault_layers(marks, shared, width, named=True), *freed, *reversed(curves), right]
     return alt.layer(*layers).resolve_scale(y="independent")
 
 
@@ -109,7 +109,7 @@ def _labelled(lines: list[Line]) -> list[Line]:
 
 
 def _curve(line: Line, shared: TimeAxis, width: int, scale: alt.Scale, *, first: bool) -> alt.Chart:
-    look = y_axis(tickCount=6, labelExpr="format(datum.value, ',.0f')") if first else None
+    look = y_axis(tickCount=6, grid=True, labelExpr="format(datum.value, ',.0f')") if first else None
     mark = alt.Chart(data(line.steps)).mark_line(
         interpolate="step-after", strokeWidth=2.2 if first else 1.8, color=line.design.colour,
         strokeDash=line.design.dash, clip=True,
@@ -138,10 +138,15 @@ def _freed(line: Line, shared: TimeAxis, width: int, place: int) -> list[alt.Cha
     return layers
 
 
-def _share(shared: TimeAxis, width: int, top_share: float) -> alt.Chart:
-    """An unseen mark that carries the second scale: the share of the prefill side's pool."""
-    look = axis(title=None, orient="right", grid=False, ticks=False, tickCount=6, format=".0%" if top_share >= 0.05
-                else ".1%")  # fmt: skip
+def right_axis(shared: TimeAxis, width: int, top_share: float | None) -> alt.Chart:
+    """Return an unseen mark that carries the second scale: the share of the prefill side's pool.
+
+    Without a share it only takes the room, so that charts below one another have one time axis.
+    """
+    look = axis(
+        title=None, orient="right", grid=False, ticks=False, tickCount=6, labels=top_share is not None,
+        format=".0%" if (top_share or 1.0) >= 0.05 else ".1%", minExtent=RIGHT - 14, maxExtent=RIGHT - 14,
+    )  # fmt: skip
     mark = alt.Chart(data([{"x": shared.domain[0], "y": 0.0}])).mark_point(opacity=0, size=1)
-    y = alt.Y("y:Q", scale=alt.Scale(domain=[0, top_share], nice=False), axis=look)
+    y = alt.Y("y:Q", scale=alt.Scale(domain=[0, top_share or 1.0], nice=False), axis=look)
     return mark.encode(x=shared.x("x", width), y=y)
