@@ -96,7 +96,7 @@ def arm_title(arm: str) -> str:
     if arm.endswith(UNCORRECTED):
         return f"{arm_title(arm.removesuffix(UNCORRECTED))}, clocks uncorrected"
     if arm.startswith(TIMEOUT):
-        return f"One timeout, {arm.removeprefix(TIMEOUT)} s"
+        return f"Timeout {arm.removeprefix(TIMEOUT)} s"
     return ARM_TITLES.get(arm, "This run")
 
 

@@ -21,7 +21,7 @@ from harness.scenario import Arm, load_scenario, with_kv
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
 from reference_impl.rules.terms import LeaseDesign
 from reports.comparison import write_comparison
-from reports.kv.lead import kv_lead
+from reports.kv.lead import lead as kv_lead
 from reports.kv.page import write_kv_page
 from reports.summary import Summary
 

@@ -42,7 +42,7 @@ STEP_MAX_NS = 250 * MS
 PROMPT_DELAY_NS = 100 * MS
 """A message that takes longer is late."""
 DRAIN_NS = 120 * S
-"""After the longest time to live: by then a healed world is at rest."""
+"""Beside four times to live: a session thinks for two, and its blocks then live for one more."""
 ANSWER_MAX = 20
 WEIGHTS = Weights(seed=7, words=4096)
 WEIGHT_WORDS = weight_words(WEIGHTS.seed, 0, WEIGHTS.words)
@@ -546,7 +546,7 @@ class World:
     def drain(self) -> None:
         """Heal everything and let it come to rest; what does not is a breach."""
         self.faults, self.healed = NO_FAULTS, True
-        end_ns = self.network.now_ns + DRAIN_NS + 2 * self.terms.ttl_ns
+        end_ns = self.network.now_ns + DRAIN_NS + 4 * self.terms.ttl_ns
         while not self.broken and self.network.now_ns < end_ns:
             self.step(STEP_MAX_NS)
             if not self.legs and not self.open_jobs and not any(self._lively(e) for e in self.engines):
