@@ -104,8 +104,7 @@ def _granted(run: RunFolder, event: Event) -> Held:
         return Held(
             request_id=event.subject, worker_id=str(detail["worker_id"]), engine_id=str(detail["engine_id"]),
             blocks=int(detail["blocks"] or 0), granted_ns=event.t_ns, duration_s=float(detail["duration_s"] or 0),
-        expires_ns=event.t_ns + s_to_ns(float(detail["duration_s"] or 0)),
-            turn=bool(detail["turn"]),
+            expires_ns=event.t_ns + s_to_ns(float(detail["duration_s"] or 0)), turn=bool(detail["turn"]),
         )  # fmt: skip
     except (KeyError, ValueError) as error:
         raise BadRunFolder(run.path, f"events.jsonl: {event.kind} of {event.subject}: {error!r}") from error
@@ -114,7 +113,7 @@ def _granted(run: RunFolder, event: Event) -> Held:
 def _renew(found: dict[tuple[str, str], Held], event: Event) -> None:
     lease = found.get(_key(event))
     if lease is not None:
-        until_ns = event.t_ns + s_to_ns(float(event.detail["duration_s"] or 0))
+        until_ns = event.t_ns + s_to_ns(float(event.detail.get("duration_s") or 0))
         found[_key(event)] = msgspec.structs.replace(lease, expires_ns=until_ns)
 
 
@@ -142,11 +141,29 @@ def came_late(run: RunFolder) -> set[tuple[str, str]]:
 
 
 def freed_early(run: RunFolder) -> list[Held]:
-    """Return the prefills' leases that expired, and no crash of a reader explains it (KVC-LEASE-010, -013)."""
+    """Return the prefills' leases that expired, and neither a reader's crash nor a router's hold explains it.
+
+    KVC-LEASE-010, -013. A hold explains what expires while it goes on, or within a first term (and a second) after it.
+    """
     explained = {(lease.engine_id, lease.request_id) for reclaim in reclaims(run) for lease in reclaim.left}
+    holds = _holds(run)
     return [
         lease for lease in held(run)
         if lease.how == EXPIRED and not lease.turn and (lease.engine_id, lease.request_id) not in explained
+        and not any(begin <= (lease.ended_ns or 0) <= end for begin, end in holds)
+    ]  # fmt: skip
+
+
+def _holds(run: RunFolder) -> list[tuple[int, int]]:
+    """Return the stretches in which hand-offs that the router kept to itself may run out."""
+    terms = terms_of(run)
+    proved = {e.subject for e in run.events_of(EventKind.FAULT_PROVED)}
+    healed = {e.subject: e.t_ns for e in run.events_of(EventKind.FAULT_HEALED)}
+    slack_ns = s_to_ns(1.0) + (terms.first_ns if terms else 0)
+    return [
+        (e.t_ns, healed.get(e.subject, run.events[-1].t_ns) + slack_ns)
+        for e in run.events_of(EventKind.FAULT_INJECTED)
+        if e.subject in proved and e.detail.get("fault") == "router_hold"
     ]  # fmt: skip
 
 

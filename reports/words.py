@@ -94,7 +94,7 @@ def scalar(name: str, value: Scalar) -> str:
 def arm_title(arm: str) -> str:
     """Return the arm's name for people."""
     if arm.endswith(UNCORRECTED):
-        return f"{arm_title(arm.removesuffix(UNCORRECTED))}, clocks uncorrected"
+        return f"{arm_title(arm.removesuffix(UNCORRECTED))}, uncorrected"
     if arm.startswith(TIMEOUT):
         return f"Timeout {arm.removeprefix(TIMEOUT)} s"
     return ARM_TITLES.get(arm, "This run")

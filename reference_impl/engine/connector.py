@@ -7,6 +7,7 @@ reads, and tells the core what has come. So heartbeats go out of the step loop a
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -35,6 +36,8 @@ from reference_impl.rules.producer import Extended, Freed, Producer, Refused, Se
 from reference_impl.rules.terms import KvTerms, LoadPolicy
 from reference_impl.transport.base import PeerRefused, RankAddress, ReadResult, Transport
 
+GUESTS_MAX: Final = 256
+"""Peers that read from us and that we remember; a forgotten one shakes hands again when nobody answers it."""
 ROUNDS_MAX: Final = 8
 """An action may lead to others (a message that does not leave, to a peer that is dropped); never to many rounds."""
 
@@ -103,6 +106,8 @@ class Connector:
         self._asked: dict[str, Asked] = {}
         self._draining: dict[str, list[int]] = {}
         """Destinations that a transfer may still land in (S6)."""
+        self._guests: OrderedDict[str, None] = OrderedDict()
+        """Peers that have shaken hands with us, the one heard last at the end."""
 
     # Requests.
 
@@ -218,6 +223,19 @@ class Connector:
     def welcome(self, engine_id: str, addresses: list[RankAddress]) -> None:
         """Take up a peer that has shaken hands with us, so that it can be answered. Raises PeerRefused."""
         self._transport.add_peer(engine_id, addresses)
+        self._heard(engine_id)
+        while len(self._guests) > GUESTS_MAX:
+            self._let_leave(self._guests.popitem(last=False)[0])
+
+    def _heard(self, engine_id: str) -> None:
+        self._guests[engine_id] = None
+        self._guests.move_to_end(engine_id)
+
+    def _let_leave(self, engine_id: str) -> None:
+        """Forget a peer that reads from us, unless we read from it as well."""
+        self._guests.pop(engine_id, None)
+        if engine_id not in self.consumer.peers:
+            self._transport.remove_peer(engine_id)
 
     @property
     def busy(self) -> bool:
@@ -235,7 +253,11 @@ class Connector:
         """Take in what has happened, do what is due."""
         for shaken in self._shaker.results():
             self._take(shaken, now_ns)
-        for engine_id, answer in self.producer.step(self._transport.receive(), now_ns):
+        inbox = self._transport.receive()
+        for sender, _ in inbox:
+            if sender in self._guests:
+                self._heard(sender)
+        for engine_id, answer in self.producer.step(inbox, now_ns):
             self.consumer.answered(engine_id, answer, now_ns)
         for ended in self._transport.poll():
             problem = "" if ended.result is ReadResult.DONE else ended.reason or ended.result
@@ -291,7 +313,10 @@ class Connector:
     def _do(self, action: object, now_ns: int) -> None:
         match action:
             case Send():
-                self.consumer.sent(action, now_ns, ok=self._transport.send(action.engine_id, action.data))
+                sent = self._transport.send(action.engine_id, action.data)
+                self.consumer.sent(action, now_ns, ok=sent)
+                if not sent and action.engine_id in self._guests:
+                    self._let_leave(action.engine_id)
             case Read():
                 self._transport.read(action.read_id, action.engine_id, action.remote_blocks, action.local_blocks)
             case Cancel():

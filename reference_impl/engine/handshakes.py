@@ -9,7 +9,6 @@ from typing import Any, Final
 from reference_impl.engine.connector import Shaken
 from reference_impl.realclock import now_ns
 from reference_impl.rules.agreement import Hello
-from reference_impl.rules.clocksync import Sample
 from reference_impl.transport.hello import HandshakeClient, HandshakeFailed
 
 LIMIT_S: Final = 3.0
@@ -67,7 +66,7 @@ class BackgroundShaker:
                 engine_id=engine_id,
                 interval_ns=terms.interval_ns if terms.renews else 0,
                 addresses=met.theirs.addresses,
-                samples=[Sample(*sample) for sample in met.samples],
+                samples=met.samples,
                 took_ns=now_ns() - begun_ns,
             )
         )
@@ -78,4 +77,4 @@ class BackgroundShaker:
         except HandshakeFailed as error:
             self._results.append(Shaken(engine_id=engine_id, problem=str(error), measured=True))
             return
-        self._results.append(Shaken(engine_id=engine_id, measured=True, samples=[Sample(*sample)]))
+        self._results.append(Shaken(engine_id=engine_id, measured=True, samples=[sample]))

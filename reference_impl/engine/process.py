@@ -50,6 +50,7 @@ from reference_impl.transport.hello import HandshakeServer
 if TYPE_CHECKING:
     from reference_impl.transport.nixl import Agents, NixlTransport
 
+RANKS_LOOK_S: Final = 0.2
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 
 
@@ -191,6 +192,7 @@ class EngineProcess:
         if self._agents is not None:
             with self._phase("register KV for transfer", promotion=True):
                 self._connector = self._connect_kv(self._agents)
+            self._spawn(self._watch_ranks())
         with self._phase("canary", promotion=True):
             loop = StepLoop(self._core, self._connector)
             self._spawn(loop.run())
@@ -222,6 +224,12 @@ class EngineProcess:
             self._core, config.terms, self._transport, self._shaker, self._say_of_kv, engine_id=self._kv_engine_id,
             host=config.host, port=self._side_channel.port, ranks=config.ranks,
         )  # fmt: skip
+
+    async def _watch_ranks(self) -> None:
+        """Raise when a rank's process has ended: an engine without one of its ranks must end, so that another comes."""
+        while self._transport is None or not self._transport.broken:
+            await asyncio.sleep(RANKS_LOOK_S)
+        raise WakeFailed(f"a rank has ended: {self._transport.broken}")
 
     def _hello(self) -> Hello | None:
         """Return how we answer a handshake, None while we do not serve."""

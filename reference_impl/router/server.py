@@ -37,8 +37,8 @@ class Router:
         self._token = token
         self._events = events
         self._table = RouteTable()
-        self._hold = HandoffHold()
-        self._proxy = Proxy(self._table, self._hold, self._drop)
+        self.hold = HandoffHold()
+        self._proxy = Proxy(self._table, self.hold, self._drop)
         self.app = web.Application(client_max_size=BODY_BYTES_MAX)
         self.app.cleanup_ctx.append(self._proxy.client)
         self.app.add_routes([
@@ -102,7 +102,7 @@ class Router:
         if not self._has_token(request):
             return error_answer(403, "to hold hand-offs needs the deployment's token")
         try:
-            self._hold.order(msgspec.json.decode(await read_body(request), type=Hold))
+            self.hold.order(msgspec.json.decode(await read_body(request), type=Hold))
         except msgspec.DecodeError as error:
             return error_answer(400, f"not an order to hold: {error}")
         except Refused as refused:
@@ -110,7 +110,7 @@ class Router:
         return await self._hold_report(request)
 
     async def _hold_report(self, _request: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self._hold.report()), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(self.hold.report()), content_type="application/json")
 
     def _has_token(self, request: web.Request) -> bool:
         shown = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
@@ -124,7 +124,7 @@ class Router:
         return web.json_response({"workers": workers}, status=200 if workers else 503)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        hold = self._hold.report()
+        hold = self.hold.report()
         lines = ["# TYPE pdproof:router_workers gauge", f"pdproof:router_workers {len(self._table.routes)}",
                  "# TYPE pdproof:router_requests counter"]  # fmt: skip
         lines += [f'pdproof:router_requests_total{{outcome="{k}"}} {v}' for k, v in self._proxy.outcomes.items()]

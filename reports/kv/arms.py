@@ -49,6 +49,8 @@ class KvArm(msgspec.Struct, frozen=True, kw_only=True):
     """At full scale: a lease's first term, or the old design's only one."""
     extension_s: float | None
     """At full scale: how far a heartbeat moves a lease's end; None without heartbeats."""
+    corrected: bool
+    """Whether peers' clocks are corrected; off only to show what happens then."""
     pool_blocks: int | None
     requests: int
     requests_ok: int
@@ -77,20 +79,21 @@ def summarise_arm(run: RunFolder, design: Design) -> KvArm:
     made, scale, rows = setup(run), run.manifest.time_scale, run.requests
     decoders, outcomes = made.workers(DECODE), rows.outcome.value_counts()
     reasons, left, ttft = _reasons(run), crash(run), percentiles(timed(run).ttft_ms)
-    gauge = waiting(run, decoders).value
+    gauge, judged = waiting(run, decoders).value, turns(run)
     return KvArm(
         run_id=run.manifest.run_id, design=design.key, title=design.title, tone=design.tone, must_pass=must_pass(run),
         verdict=worst([*(c.verdict for c in run.verdicts), *([Verdict.INCONCLUSIVE] if reasons else [])]),
         reasons=reasons, incomplete=run.incomplete, unproved=_unproved(run), time_scale=scale,
         timeout_s=made.terms.first_ns / 1e9 * scale,
         extension_s=made.terms.extension_ns / 1e9 * scale if made.terms.renews else None,
+        corrected=made.terms.clock_correction,
         pool_blocks=made.pool_blocks, requests=len(rows), requests_ok=int(outcomes.get("ok", 0)),
         requests_failed=int(outcomes.get("fail", 0)), requests_unknown=int(outcomes.get("unknown", 0)),
         content_wrong=int((rows.content_ok == False).fillna(False).sum()),  # noqa: E712 - NA is neither
         content_unchecked=int((rows.content_ok.isna() & (rows.outcome == "ok")).sum()),
         spoilt_rows=int((rows.spoilt.fillna("") != "").sum()), crash=left, leases=leases(run), loads=loads(run),
         recomputed_tokens=recomputed_tokens(run, decoders), waiting_max=None if gauge.empty else float(gauge.max()),
-        ttft_ms=ttft, turns=turn_counts(run, turns(run)), think=think_times(run), clocks=clocks(run),
+        ttft_ms=ttft, turns=turn_counts(run, judged), think=think_times(run, judged), clocks=clocks(run),
         at_full_scale=_full_scale(left, ttft, scale), emulated=list(run.manifest.emulated),
     )  # fmt: skip
 

@@ -76,8 +76,12 @@ def _turns(arms: list[KvArm]) -> str:
         f"Of {words.plural(t.judged, 'later turn')}{clocks}, {t.loaded:,} read their KV from D and {t.declined:,} were "
     )
     told += f"declined in time, {wrong}"
-    twins = [f"{arm.title.lower()}, {_misjudged(arm)}" for arm in arms[1:] if arm.turns and arm.turns.judged]
-    return "; with ".join([told, *twins])
+    others = [f"{_turns_of(arm)} {_misjudged(arm)}" for arm in arms[1:] if arm.turns and arm.turns.judged]
+    return "; ".join([told, *others])
+
+
+def _turns_of(arm: KvArm) -> str:
+    return "without correction" if not arm.corrected else f"under {_timeout(arm)}"
 
 
 def _misjudged(arm: KvArm) -> str:

@@ -25,7 +25,7 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True):
     extended: int
     """Extensions by heartbeats."""
     freed_early: int
-    """Expired, and no crash of a reader explains it."""
+    """Expired, and neither a reader's crash nor a router's hold explains it."""
     freed_early_blocks: int
     claims_late: int
     """Leases whose reader came when they had expired: it lived."""
@@ -50,7 +50,7 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     promised_s: float | None
     """Crash -> the last end that the design promises."""
     late: int
-    """Leases that stood longer than promised, and half a second more."""
+    """Leases that stood half a second longer than a lease would, whatever this run's design."""
     block_seconds: float
 
 

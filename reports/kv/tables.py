@@ -67,7 +67,7 @@ def crash_rows(arms: list[KvArm]) -> list[Row]:
             full="at_full_scale.promised_s"),
         row(arms, "Block-seconds held", "blocks × time held for dead readers", "crash.block_seconds", words.significant,
             full="at_full_scale.block_seconds"),
-        row(arms, "Leases over the promise", "stood half a second longer, or more", "crash.late"),
+        row(arms, "Longer than a lease would", "leases that stood past a lease's promise", "crash.late"),
     ]  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def early_row(arms: list[KvArm]) -> Row:
         below = [figure(arm, "leases.freed_early_blocks", lambda n: words.count(n, "blocks"))]
         shown = below if arm.leases.freed_early else []
         cells.append(Cell(arm.title, figure(arm, "leases.freed_early", words.count), shown, arm.tone))
-    return Row("Freed too early", "expired, and no crash of a reader explains it", cells)
+    return Row("Freed too early", "expired, and no fault explains it", cells)
 
 
 def peak_row(arms: list[KvArm]) -> Row:
@@ -154,7 +154,7 @@ def load_rows(arms: list[KvArm]) -> list[Row]:
         percentile_row(arms, "of it, handshake", "once for all loads from an engine", "loads.handshake_ms"),
         percentile_row(arms, "Read", "the blocks themselves, and their generations", "loads.read_ms"),
         percentile_row(arms, "Read, bytes/s", "of a read; p99: of the fastest", "loads.bytes_per_s", words.speed),
-        row(arms, "Read in all", "", "loads.bytes_read", words.size),
+        row(arms, "Read in all", "by all readers", "loads.bytes_read", words.size),
     ]  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def turn_rows(arms: list[KvArm]) -> list[Row]:
         row(arms, "Loaded", "judged live, and read", "turns.loaded"),
         row(arms, "Declined", "judged expired, and by the holder's clock it was", "turns.declined"),
         row(arms, "Too late", "judged live, refused by the holder: computed again", "turns.too_late"),
-        row(arms, "Declined too early", "the holder still had it, by more than margin and error", "turns.too_early"),
+        row(arms, "Declined too early", "the holder would still have had it", "turns.too_early"),
         row(arms, "Live, load failed", "or given up, or found cached", "turns.other"),
         row(arms, "Declined unmeasured", "the holder's clock was not known yet", "turns.unmeasured"),
         row(arms, "Tokens loaded", "and so not computed again", "turns.tokens_loaded"),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import enum
 
 import msgspec
+import pandas as pd
 
+from harness.checks.turns import Turn as Judgement
+from harness.checks.turns import turns as judgements
 from harness.holding import EXPIRED, Held, held
 from harness.latency import Percentiles, percentiles
 from harness.run_folder import RunFolder
-from reference_impl.rules.consumer import TURN_MARGIN_NS
 from reference_impl.rules.events import Event, EventKind
 from reports.kv.loads import number
 from reports.kv.setup import setup
 
-NS_PER_MS = 1e6
 NS_PER_S = 1e9
 
 
@@ -24,11 +25,11 @@ class Fate(enum.StrEnum):
     LOADED = "loaded"
     """Judged live, and read."""
     DECLINED = "declined"
-    """Judged expired, and by the holder's clock it had no more left than the margin and the estimate's error."""
+    """Judged expired, and the holder's own time for it was over, or nearly."""
     TOO_LATE = "too late"
-    """Judged live, and refused by the holder, whose blocks were gone."""
+    """Judged live, when the holder's time for it was over: refused, and computed again."""
     TOO_EARLY = "too early"
-    """Judged expired, while the holder kept its blocks for longer than the margin and the error explain."""
+    """Judged expired, while the holder would have kept its blocks for longer than margin and slack explain."""
     OTHER = "other"
     """Judged live, and neither read nor refused: its load failed otherwise, was given up, or was found cached."""
 
@@ -69,24 +70,32 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Think(msgspec.Struct, frozen=True, kw_only=True):
-    """Later turns as the client saw them, by planned think time beside the time to live."""
+    """Later turns by think time beside the time to live: as engines saw them, and as the client did.
+
+    Engines count from the end of the turn before to the judgement; the client knows what it planned.
+    """
 
     title: str
-    turns: int
+    judged: int
+    loaded: int
+    tokens_loaded: Percentiles
+    """Of each judged turn; 0 where it was computed again."""
+    rows: int
+    """Later turns that the client sent; 0 where its rows hold no sessions."""
     cached_tokens: Percentiles
+    """What the answer's usage calls cached: on the decode side, so it holds what was read from the prefill side."""
     ttft_ms: Percentiles
 
 
 def turns(run: RunFolder) -> list[Turn]:
-    """Return every turn that was judged, in order; one that was judged again counts as judged last."""
+    """Return every judgement of a turn, in order, with what the check on turns makes of it."""
     leases = {(lease.engine_id, lease.request_id): lease for lease in held(run) if lease.turn}
     done = {_key(e): e for e in run.events_of(EventKind.LOAD_DONE)}
-    refused = {
-        (str(e.detail.get("engine_id", "")), e.subject, str(e.detail.get("reader", "")))
-        for e in run.events_of(EventKind.CLAIM_REFUSED)
-    }  # fmt: skip
-    judged = {_key(e): e for e in run.events_of(EventKind.TURN_JUDGED)}
-    return [_turn(run, e, leases, done.get(key), refused) for key, e in judged.items()]
+    events = run.events_of(EventKind.TURN_JUDGED)
+    return [
+        _turn(run, event, truth, leases, done.get(_key(event)))
+        for event, truth in zip(events, judgements(run), strict=True)
+    ]
 
 
 def _key(event: Event) -> tuple[str, str]:
@@ -94,43 +103,31 @@ def _key(event: Event) -> tuple[str, str]:
 
 
 def _turn(
-    run: RunFolder, event: Event, leases: dict[tuple[str, str], Held], done: Event | None,
-    refused: set[tuple[str, str, str]],
-) -> Turn:  # fmt: skip
+    run: RunFolder, event: Event, truth: Judgement, leases: dict[tuple[str, str], Held], done: Event | None
+) -> Turn:
     holder = engine_of(str(event.detail.get("remote_engine_id", "")))
-    request_id = str(event.detail.get("remote_request_id", ""))
-    lease = leases.get((holder, request_id))
-    error_ms = number(run, event, "error_ms")
-    true_left_ms = None if lease is None else (_deadline_ns(lease) - event.t_ns) / NS_PER_MS
-    if done is not None:
-        fate = Fate.LOADED
-    elif not event.detail.get("live"):
-        fate = Fate.TOO_EARLY if _early(true_left_ms, error_ms) else Fate.DECLINED
-    else:
-        fate = Fate.TOO_LATE if (holder, request_id, event.subject) in refused else Fate.OTHER
+    lease = leases.get((holder, str(event.detail.get("remote_request_id", ""))))
     return Turn(
-        request_id=event.subject, fate=fate, tokens=0 if done is None else round(number(run, done, "tokens")),
+        request_id=event.subject, fate=_fate(truth, loaded=done is not None),
         gap_s=None if lease is None else (event.t_ns - lease.granted_ns) / NS_PER_S,
-        left_ms=number(run, event, "left_ms"), true_left_ms=true_left_ms, error_ms=error_ms,
+        tokens=0 if done is None else round(number(run, done, "tokens")), left_ms=number(run, event, "left_ms"),
+        true_left_ms=None if truth.left_s is None else truth.left_s * 1e3, error_ms=number(run, event, "error_ms"),
     )  # fmt: skip
+
+
+def _fate(truth: Judgement, *, loaded: bool) -> Fate:
+    if truth.early:
+        return Fate.TOO_EARLY
+    if truth.late:
+        return Fate.TOO_LATE
+    if not truth.live:
+        return Fate.DECLINED
+    return Fate.LOADED if loaded else Fate.OTHER
 
 
 def engine_of(kv_engine_id: str) -> str:
     """Return the engine whose life a KV engine id names: the id is the engine's own with a random end."""
     return kv_engine_id.rpartition(".")[0] or kv_engine_id
-
-
-def _deadline_ns(lease: Held) -> int:
-    """The holder's own deadline. One that stood longer than granted was renewed meanwhile."""
-    deadline_ns = lease.granted_ns + round(lease.duration_s * NS_PER_S)
-    if lease.ended_ns is not None and (lease.ended_ns > deadline_ns or lease.how == EXPIRED):
-        return lease.ended_ns
-    return deadline_ns
-
-
-def _early(true_left_ms: float | None, error_ms: float) -> bool:
-    """An estimate may be off by its error either way, and the error is taken off once more."""
-    return true_left_ms is not None and true_left_ms > TURN_MARGIN_NS / NS_PER_MS + 2 * error_ms
 
 
 def turn_counts(run: RunFolder, found: list[Turn]) -> Turns | None:
@@ -151,27 +148,30 @@ def turn_counts(run: RunFolder, found: list[Turn]) -> Turns | None:
     )  # fmt: skip
 
 
-THINK_COLUMNS = ("session", "turn", "think_ms", "cached_tokens")
 NEAR = (0.9, 1.1)
 """Think times from this to that share of the time to live are near it."""
 
 
-def think_times(run: RunFolder) -> list[Think]:
-    """Return later turns by think time, as the client saw them; none where its rows hold no sessions."""
-    rows = run.requests
-    if any(name not in rows.columns for name in THINK_COLUMNS):
+def think_times(run: RunFolder, found: list[Turn]) -> list[Think]:
+    """Return the turns `found` in `run` and its client's rows by think time; none if it keeps no turns."""
+    terms, (low, high) = setup(run).terms, NEAR
+    if not terms.bidirectional_kv_xfer:
         return []
-    rows = rows[(rows["turn"] > 0) & (rows.spoilt.fillna("") == "")]
-    share = rows["think_ms"] / 1e3 / setup(run).terms.decoder_kv_blocks_ttl
-    low, high = NEAR
-    groups = [
-        ("below the time to live", share < low), (f"within {100 * (high - 1):.0f} % of it", share.between(low, high)),
-        ("above it", share > high),
+    rows = run.requests[(run.requests["turn"] > 0) & (run.requests.spoilt.fillna("") == "")]
+    ranges = [
+        ("below the time to live", 0.0, low), (f"within {100 * (high - 1):.0f} % of it", low, high),
+        ("above it", high, float("inf")),
     ]  # fmt: skip
-    return [
-        Think(
-            title=title, turns=int(mask.sum()), cached_tokens=percentiles(rows["cached_tokens"][mask].astype(float)),
-            ttft_ms=percentiles(rows.ttft_ms[mask]),
-        )
-        for title, mask in groups
-    ]  # fmt: skip
+    ttl_s = terms.decoder_kv_blocks_ttl
+    return [_think(title, a * ttl_s, b * ttl_s, found, rows) for title, a, b in ranges]
+
+
+def _think(title: str, low_s: float, high_s: float, found: list[Turn], rows: pd.DataFrame) -> Think:
+    mine = [turn for turn in found if turn.gap_s is not None and low_s <= turn.gap_s < high_s]
+    planned = rows["think_ms"] / 1e3
+    rows = rows[(planned >= low_s) & (planned < high_s)]
+    return Think(
+        title=title, judged=len(mine), loaded=sum(turn.fate is Fate.LOADED for turn in mine),
+        tokens_loaded=percentiles(pd.Series([turn.tokens for turn in mine], dtype=float)), rows=len(rows),
+        cached_tokens=percentiles(rows["cached_tokens"].astype("float64")), ttft_ms=percentiles(rows.ttft_ms),
+    )  # fmt: skip

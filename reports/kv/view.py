@@ -15,7 +15,7 @@ from reports.kv.arms import KvArm
 from reports.kv.clocks import Clock
 from reports.kv.designs import Design, designs, in_order
 from reports.kv.figures.drawing import Sized
-from reports.kv.figures.held import held_chart
+from reports.kv.figures.held import dead_chart, held_chart
 from reports.kv.figures.think import think_panels
 from reports.kv.figures.waiting import waiting_chart
 from reports.kv.lead import lead
@@ -42,6 +42,7 @@ class Baseline(msgspec.Struct, frozen=True):
     title: str
     tone: str
     verdict: Verdict
+    judged: bool
     failed: list[CheckResult]
 
 
@@ -62,7 +63,10 @@ class ThinkRow(msgspec.Struct, frozen=True):
 
     design: str
     title: str
-    turns: str
+    judged: str
+    loaded: str
+    tokens: str
+    answered: str
     cached: str
     ttft: str
 
@@ -87,6 +91,7 @@ class KvView(msgspec.Struct, frozen=True, kw_only=True):
     designs: list[Design]
     bars: list[ReclaimBar]
     held: list[Sized]
+    dead: list[Sized]
     waiting: list[Sized]
     tables: list[Table]
     two_turn: bool
@@ -106,14 +111,13 @@ def kv_view(runs: list[RunFolder], summary: KvSummary) -> KvView:
     looks, arms, manifest = designs(runs), list(summary.runs.values()), runs[0].manifest
     started = datetime.datetime.fromtimestamp(manifest.started_wall_ns / 1e9, tz=datetime.UTC)
     keeping = [arm for arm in arms if arm.turns is not None]
-    waits = waiting_chart(runs, looks)
     return KvView(
         verdict=summary.verdict, lead=lead(summary), reasons=summary.reasons, emulated=summary.emulated,
         compute_emulated=is_emulated(summary.emulated, "compute time"), title=manifest.title or manifest.scenario,
         about=setup(runs[0]).deployment, profile=manifest.profile, time_scale=f"{manifest.time_scale:g}",
         seed=manifest.seed, started=f"{started:%Y-%m-%d %H:%M} UTC", version=manifest.versions.get("pdproof", ""),
         sources=[run.manifest.run_id for run in runs], sections=_sections(two_turn=bool(keeping)), designs=looks,
-        bars=_bars(arms), held=held_chart(runs, looks), waiting=waits, tables=tables(arms), two_turn=bool(keeping),
+        bars=_bars(arms), held=held_chart(runs, looks), dead=dead_chart(runs, looks), waiting=waiting_chart(runs, looks), tables=tables(arms), two_turn=bool(keeping),
         turn_rows=turn_rows(keeping) if keeping else [], think=think_panels(runs, looks),
         think_rows=[_think_row(arm, think) for arm in keeping for think in arm.think],
         clocks=[_clock_row(arm, clock) for arm in keeping for clock in arm.clocks],
@@ -126,7 +130,7 @@ def kv_view(runs: list[RunFolder], summary: KvSummary) -> KvView:
 
 def _sections(*, two_turn: bool) -> list[tuple[str, str]]:
     return [
-        ("held", "Blocks held"), *([("turns", "Two turns")] if two_turn else []), ("designs", "By design"),
+        *([("turns", "Two turns")] if two_turn else []), ("held", "Blocks held"), ("designs", "By design"),
         ("checks", "Checks"), ("faults", "Faults"), ("reading", "How to read"), ("about", "What ran"),
     ]  # fmt: skip
 
@@ -147,19 +151,26 @@ def _bars(arms: list[KvArm]) -> list[ReclaimBar]:
 
 
 def _baseline(run: RunFolder, arm: KvArm) -> Baseline:
-    return Baseline(arm.title, arm.tone, arm.verdict, [c for c in run.verdicts if c.verdict is not Verdict.PASS])
+    return Baseline(
+        arm.title, arm.tone, arm.verdict, bool(run.verdicts), [c for c in run.verdicts if c.verdict is not Verdict.PASS]
+    )
 
 
 def _clock_row(arm: KvArm, clock: Clock) -> ClockRow:
     return ClockRow(
-        pair=f"{clock.holder} as seen by {clock.reader}", design=arm.title, set=f"{clock.set_s:+,.3f} s",
-        estimate=f"{clock.estimate_s:+,.3f} s", off=words.milliseconds(clock.off_ms_max),
+        pair=f"{clock.holder} as seen by {clock.reader}", design=arm.title, set=_signed_s(clock.set_s),
+        estimate=_signed_s(clock.estimate_s), off=words.milliseconds(clock.off_ms_max),
         bound=words.milliseconds(clock.error_ms_max), within=clock.within,
     )  # fmt: skip
 
 
+def _signed_s(seconds: float) -> str:
+    return f"{seconds:+,.3f} s".replace("-", "−")
+
+
 def _think_row(arm: KvArm, think: Think) -> ThinkRow:
     return ThinkRow(
-        design=arm.title, title=think.title, turns=f"{think.turns:,}", cached=words.count(think.cached_tokens.p50),
-        ttft=words.milliseconds(think.ttft_ms.p50),
+        design=arm.title, title=think.title, judged=words.count(think.judged), loaded=words.count(think.loaded),
+        tokens=words.count(think.tokens_loaded.p50), answered=words.count(think.rows),
+        cached=words.count(think.cached_tokens.p50), ttft=words.milliseconds(think.ttft_ms.p50),
     )  # fmt: skip

@@ -89,7 +89,7 @@ def run_samples(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | Non
     world = World(seed, ranks=ranks, engines=(1, 1), profile=profile, faults=faults or NO_FAULTS)
     for _ in range(world.between(2, 4)):
         prompt = world.chance.choice(library())
-        world.arrive(prompt, ANSWER_MAX, readers=world.between(2, 4))
+        world.arrive(prompt, 20, readers=world.between(2, 4))
     for _ in range(400):
         world.step(world.between(20 * MS, STEP_MAX_NS))
         if world.broken or not (world.legs or world.open_jobs):

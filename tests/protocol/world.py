@@ -43,11 +43,11 @@ PROMPT_DELAY_NS = 100 * MS
 """A message that takes longer is late."""
 DRAIN_NS = 120 * S
 """Beside four times to live: a session thinks for two, and its blocks then live for one more."""
-ANSWER_MAX = 20
+ANSWER_MAX = 36
 WEIGHTS = Weights(seed=7, words=4096)
 WEIGHT_WORDS = weight_words(WEIGHTS.seed, 0, WEIGHTS.words)
 TERMS = KvTerms(
-    kv_lease_duration=3.0, single_timeout=20.0, decoder_kv_blocks_ttl=5.0, read_limit=1.0, load_limit=3.0
+    kv_lease_duration=3.0, single_timeout=20.0, decoder_kv_blocks_ttl=5.0, read_limit=1.5, load_limit=4.0
 )  # fmt: skip
 PROFILE = Profile(
     name="world", prefill_tokens_per_s=1e6, decode_base_s=0.001, decode_per_request_s=0.0001, chunk_tokens=128,
@@ -386,10 +386,10 @@ class World:
 
     def _read(self, _reader: str, _holder: str) -> ReadPlan:
         if self.happens(self.faults.bad_reads):
-            return ReadPlan(self.between(0, 900 * MS), self.chance.choice([ReadResult.FAILED, ReadResult.TORN]))
+            return ReadPlan(self.between(0, 1200 * MS), self.chance.choice([ReadResult.FAILED, ReadResult.TORN]))
         if self.happens(self.faults.slow_reads):
-            return ReadPlan(self.between(900 * MS, 6 * S))
-        return ReadPlan(int(self.chance.random() ** 3 * 600 * MS))
+            return ReadPlan(self.between(1000 * MS, 6 * S))
+        return ReadPlan(int(self.chance.random() ** 3 * (400 * MS if self.calm else 900 * MS)))
 
     # Engines.
 

@@ -119,6 +119,6 @@ def test_the_guide_can_be_followed_to_the_letter(tmp_path: Path) -> None:
                 )  # fmt: skip
                 assert ran.returncode in ((0, 3) if line.startswith("pdproof run") else (0,)), f"{line}\n{ran.stderr}"
                 done += 1
-    assert done == 4
+    assert done == 6
     assert (tmp_path / "page" / "index.html").stat().st_size > 10_000
     assert (tmp_path / "page" / "summary.json").is_file()

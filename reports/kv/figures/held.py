@@ -7,7 +7,7 @@ from typing import Any, Final
 import altair as alt
 import msgspec
 
-from harness.holding import blocks_over_time, held, reclaims
+from harness.holding import Held, blocks_over_time, held, reclaims
 from harness.run_folder import RunFolder
 from reference_impl.rules.events import EventKind
 from reports.figures.style import axis, data, y_axis
@@ -18,6 +18,7 @@ from reports.kv.setup import setup
 from reports.words import duration
 
 HEIGHT: Final = 300
+DEAD_HEIGHT: Final = 180
 RIGHT: Final = 50
 LABEL_PX: Final = 15
 """Height of a line of labels at the top, which the curves leave free."""
@@ -33,23 +34,36 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def held_chart(runs: list[RunFolder], designs: list[Design]) -> list[Sized]:
-    """Return the chart in every size; none if no block was ever held."""
+    """Return the chart of all leases on prefills, in every size; none if no block was ever held."""
+    kept = [[lease for lease in held(run) if not lease.turn] for run in runs]
+    return _sized(runs, designs, kept, HEIGHT, "KV blocks held for readers on the prefill side over time")
+
+
+def dead_chart(runs: list[RunFolder], designs: list[Design]) -> list[Sized]:
+    """Return the chart of the leases that readers' crashes left behind; none if there were none."""
+    left = [[lease for reclaim in reclaims(run) for lease in reclaim.left] for run in runs]
+    return _sized(runs, designs, left, DEAD_HEIGHT, "Of them, blocks held for readers that died")
+
+
+def _sized(
+    runs: list[RunFolder], designs: list[Design], leases: list[list[Held]], height: int, about: str
+) -> list[Sized]:
     shared = time_axis(runs)
-    lines = [_line(run, design, shared, row) for row, (run, design) in enumerate(zip(runs, designs, strict=True))]
+    lines = [_line(*each, shared) for each in zip(runs, designs, leases, strict=True)]
     highest = max((step["y"] for line in lines for step in line.steps), default=0)
     if not highest:
         return []
     rows = 1 + sum(bool(line.freed) for line in lines)
-    top = highest / (1 - (rows * LABEL_PX + 6) / HEIGHT)
+    top = highest / (1 - (rows * LABEL_PX + 6) / height)
     marks, pool = fault_marks(runs[0], shared), _pool(runs)
-    label = "KV blocks held for readers on the prefill side over time: " + "; ".join(
-        f"{line.design.title}: at most {max((s['y'] for s in line.steps), default=0):,}" for line in lines
+    label = f"{about}: " + "; ".join(
+        f"{line.design.title}: at most {max((s['y'] for s in line.steps), default=0):,.0f}" for line in lines
     )
 
     def chart(width: int) -> alt.LayerChart:
-        return _chart(lines, shared, width, top=top, pool=pool, marks=marks)
+        return _chart(lines, shared, width, height, top=top, pool=pool, marks=marks)
 
-    return sized(chart, HEIGHT, label, right=RIGHT)
+    return sized(chart, height, label, right=RIGHT)
 
 
 def _pool(runs: list[RunFolder]) -> int | None:
@@ -58,13 +72,13 @@ def _pool(runs: list[RunFolder]) -> int | None:
     return pools.pop() if len(pools) == 1 else None
 
 
-def _line(run: RunFolder, design: Design, shared: TimeAxis, row: int) -> Line:
-    steps = [(run.origin_ns, 0), *blocks_over_time(lease for lease in held(run) if not lease.turn)]
+def _line(run: RunFolder, design: Design, leases: list[Held], shared: TimeAxis) -> Line:
+    steps = [(run.origin_ns, 0), *blocks_over_time(leases)]
     end_ns = max(run.events[-1].t_ns, steps[-1][0])
     placed = [(shared.place(run, t_ns), float(blocks)) for t_ns, blocks in [*steps, (end_ns, steps[-1][1])]]
     freed = [
         {
-            "x": shared.place(run, r.fault_ns + round(r.seconds * 1e9)), "row": row,
+            "x": shared.place(run, r.fault_ns + round(r.seconds * 1e9)),
             "name": f"free after {duration(r.seconds * run.manifest.time_scale)}",
         }
         for r in reclaims(run) if r.seconds is not None
@@ -94,14 +108,32 @@ def fault_layers(marks: list[dict[str, Any]], shared: TimeAxis, width: int, *, n
 
 
 def _chart(
-    lines: list[Line], shared: TimeAxis, width: int, *, top: float, pool: int | None, marks: list[dict[str, Any]]
+    lines: list[Line],
+    shared: TimeAxis,
+    width: int,
+    height: int,
+    *,
+    top: float,
+    pool: int | None,
+    marks: list[dict[str, Any]],
 ) -> alt.LayerChart:
     scale = alt.Scale(domain=[0, top], nice=False)
-    curves = [_curve(line, shared, width, scale, first=place == 0) for place, line in enumerate(lines)]
-    freed = [layer for place, line in enumerate(_labelled(lines), 1) for layer in _freed(line, shared, width, place)]
+    curves = [(line.design, _curve(line, shared, width, scale, first=place == 0)) for place, line in enumerate(lines)]
+    freed = [
+        layer for place, line in enumerate(_labelled(lines), 1) for layer in _freed(line, shared, width, height, place)
+    ]
     right = right_axis(shared, width, None if pool is None else top / pool)
-    layers = [*fault_layers(marks, shared, width, named=True), *freed, *reversed(curves), right]
+    layers = [*fault_layers(marks, shared, width, named=True), *freed, *painted(curves), right]
     return alt.layer(*layers).resolve_scale(y="independent")
+
+
+def painted(curves: list[tuple[Design, alt.Chart]]) -> list[alt.Chart]:
+    """Return the curves in the order of painting: the first design over the others, dashed ones over all.
+
+    So curves that run on one another show both.
+    """
+    below = list(reversed(curves))
+    return [curve for _, curve in sorted(below, key=lambda each: each[0].dash[1] > 0)]
 
 
 def _labelled(lines: list[Line]) -> list[Line]:
@@ -117,13 +149,13 @@ def _curve(line: Line, shared: TimeAxis, width: int, scale: alt.Scale, *, first:
     return mark.encode(x=shared.x("x", width), y=alt.Y("y:Q", scale=scale, axis=look))
 
 
-def _freed(line: Line, shared: TimeAxis, width: int, place: int) -> list[alt.Chart]:
+def _freed(line: Line, shared: TimeAxis, width: int, height: int, place: int) -> list[alt.Chart]:
     """A thin line down from the label at the moment when the last block was free; labels stand below one another."""
     y = place * LABEL_PX
     low, high = shared.domain
     base = alt.Chart(data(line.freed))
     rule = base.mark_rule(color=line.design.colour, strokeWidth=1, strokeDash=[2, 3]).encode(
-        x=shared.x("x", width), y=alt.YValue(y), y2=alt.Y2Value(HEIGHT)
+        x=shared.x("x", width), y=alt.YValue(y), y2=alt.Y2Value(height)
     )
     layers = [rule]
     for align, rows in (

@@ -11,7 +11,7 @@ from reports.figures.style import data, y_axis
 from reports.kv.designs import Design
 from reports.kv.figures.axis import TimeAxis, thin, time_axis
 from reports.kv.figures.drawing import Sized, sized
-from reports.kv.figures.held import RIGHT, fault_layers, fault_marks, right_axis
+from reports.kv.figures.held import RIGHT, fault_layers, fault_marks, painted, right_axis
 from reports.kv.gauges import waiting
 from reports.kv.setup import DECODE, setup
 
@@ -31,10 +31,15 @@ def waiting_chart(runs: list[RunFolder], designs: list[Design]) -> list[Sized]:
 
     def chart(width: int) -> alt.LayerChart:
         curves = [
-            _curve(design, steps, shared, width).encode(y=alt.Y("y:Q", scale=scale, axis=look if place == 0 else None))
+            (
+                design,
+                _curve(design, steps, shared, width).encode(
+                    y=alt.Y("y:Q", scale=scale, axis=look if place == 0 else None)
+                ),
+            )
             for place, (design, steps) in enumerate(lines)
         ]
-        layers = [*fault_layers(marks, shared, width, named=False), *reversed(curves), right_axis(shared, width, None)]
+        layers = [*fault_layers(marks, shared, width, named=False), *painted(curves), right_axis(shared, width, None)]
         return alt.layer(*layers).resolve_scale(y="independent")
 
     return sized(chart, HEIGHT, f"Requests waiting at the decode engines over time, at most {highest:,.0f}",
