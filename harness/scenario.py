@@ -209,13 +209,11 @@ def load_scenario(name: str) -> Scenario:
 
 
 def with_kv(scenario: Scenario, **changes: float) -> Scenario:
-    """Return the scenario with some `kv` terms changed. Raises BadInput if they make no sense, or have no place."""
-    if not changes:
-        return scenario
+    """Return a scenario that has `kv`, with some of its terms changed. Raises BadInput if they make no sense."""
     if scenario.kv is None:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in changes)
-        raise BadInput(f"scenario {scenario.name} moves no KV: {named} has no place here")
+        raise BadInput(f"scenario {scenario.name} moves no KV, so it has no such terms")
     try:
-        return msgspec.structs.replace(scenario, kv=msgspec.structs.replace(scenario.kv, **changes))
+        kv = msgspec.convert(msgspec.to_builtins(scenario.kv) | changes, KvSpec)
     except ValueError as error:
         raise BadInput(f"scenario {scenario.name}: {error}") from error
+    return msgspec.structs.replace(scenario, kv=kv)

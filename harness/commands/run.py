@@ -19,7 +19,6 @@ from harness.checks import judge, overall
 from harness.commands.exit_codes import exit_code
 from harness.commands.options import PORT, SEED, TimeScale
 from harness.commands.verdict_table import print_verdicts
-from harness.errors import BadInput
 from harness.progress import RunProgress
 from harness.run_folder import RunFolder
 from harness.runner import RunPlan, execute
@@ -91,11 +90,12 @@ def command(
 ) -> int:
     """Run SCENARIO (a name from `pdproof list`, or a .toml file), judge it, and print the verdicts."""
     data = load_scenario(scenario)
-    changes = {"single_timeout": single_timeout, "decode_clock_offset_s": decode_clock_offset_s}
-    given = {name: value for name, value in changes.items() if value is not None}
-    data = with_kv(data, **given)
-    if data.kv is None and (baseline or no_clock_correction):
-        raise BadInput(f"scenario {data.name} moves no KV: --baseline and --no-clock-correction have no place here")
+    given = {"single_timeout": single_timeout, "decode_clock_offset_s": decode_clock_offset_s}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if data.kv is None and (changes or baseline or no_clock_correction):
+        raise click.UsageError(f"scenario {data.name} moves no KV: options of leases and clocks have no place here")
+    if changes:
+        data = with_kv(data, **changes)
     plan = RunPlan(
         scenario=data, arm=Arm(arm) if data.kv is None else Arm.COLD, profile=profile or data.profile,
         time_scale=time_scale, seed=seed, port=port, folder=Path(), command=["pdproof", *sys.argv[1:]],

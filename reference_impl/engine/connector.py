@@ -240,7 +240,8 @@ class Connector:
     @property
     def busy(self) -> bool:
         """Whether there is something to poll for, even while the core has nothing to do."""
-        return bool(len(self.producer.leases) or not self.consumer.idle or self.core.load_wanted)
+        holds = len(self.producer.leases) or self.producer.pending
+        return bool(holds or not self.consumer.idle or self.core.load_wanted or self.core.load_spared)
 
     @property
     def blocks_elsewhere(self) -> list[int]:

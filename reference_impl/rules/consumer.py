@@ -212,8 +212,8 @@ class Consumer:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is loaded, and nothing waits to be sent."""
-        return not self._loads and not self._reads and not any(peer.outbox for peer in self.peers.values())
+        """Whether nothing is loaded, and nothing waits to be done or sent."""
+        return not (self._loads or self._reads or self._actions or any(peer.outbox for peer in self.peers.values()))
 
     def spare(self, request_id: str) -> None:
         """Note a full local hit: the holder is told, nothing is read (KVC-REL-003)."""

@@ -96,6 +96,11 @@ class Producer:
         actions, self._actions = self._actions, []
         return actions
 
+    @property
+    def pending(self) -> bool:
+        """Whether `take` has something."""
+        return bool(self._actions)
+
     def grant(self, request_id: str, blocks: list[int], *, readers: int, content: str, now_ns: int) -> Lease:
         """Start the lease of a prefill that has just ended (KVC-LEASE-001)."""
         self.counts.granted += 1

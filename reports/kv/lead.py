@@ -42,9 +42,10 @@ def _crash(summary: KvSummary, arms: list[KvArm]) -> str:
     after = f"after {words.duration(ours)}" if left.standing else f"in {words.duration(ours)}"
     told = f"After {crashes} {who} {verb} {blocks} {after}"
     other = summary.runs.get(summary.ratio_of)
-    if other is None or summary.ratio_reclaim is None:
-        return told
-    return f"{told}; {_theirs(other, summary.ratio_reclaim)}"
+    if other is not None and summary.ratio_reclaim is not None:
+        told += f"; {_theirs(other, summary.ratio_reclaim)}"
+    early = [arm for arm in arms[1:] if arm.leases.freed_early]
+    return "; ".join([told, *(f"{_timeout(arm)} {_freed(arm)}" for arm in early)])
 
 
 def _theirs(other: KvArm, ratio: float) -> str:
@@ -103,7 +104,7 @@ def _queue(arms: list[KvArm]) -> str:
 def _freed(arm: KvArm) -> str:
     if not arm.leases.freed_early:
         return f"freed none of {words.plural(arm.leases.granted, 'lease')} too early"
-    return f"freed {words.share(arm.leases.freed_early, arm.leases.granted)} while their readers still lived"
+    return f"freed {words.share(arm.leases.freed_early, arm.leases.granted)} leases while their readers still lived"
 
 
 def _again(arm: KvArm) -> str:

@@ -28,13 +28,14 @@ LOSSY = Faults(lost=0.15, repeated=0.15, late=0.05, damaged=0.02)
 BAD_DATA = Faults(slow_reads=0.15, bad_reads=0.15, aborts=0.05)
 CLIENTS = Faults(held=0.2, reused=0.3, rejected=0.1, aborts=0.1)
 CRASHES = Faults(crashes=0.05, bad_handshakes=0.15, reused=0.1)
+FROZEN = Faults(frozen=0.1, slow_reads=0.1)
 ALL = Faults(
     lost=0.08, repeated=0.08, late=0.04, damaged=0.01, slow_reads=0.08, bad_reads=0.08, bad_handshakes=0.08, held=0.1,
-    reused=0.15, rejected=0.05, crashes=0.02, aborts=0.06,
+    reused=0.15, rejected=0.05, crashes=0.02, frozen=0.03, aborts=0.06,
 )  # fmt: skip
 TIGHT = msgspec.structs.replace(PROFILE, reserve=False, kv_blocks=20, requests_max=4)
 """Answers grow block by block, and there are too few: the newest is preempted."""
-KINDS = [NO_FAULTS, LOSSY, BAD_DATA, CLIENTS, CRASHES, ALL, ALL]
+KINDS = [NO_FAULTS, LOSSY, BAD_DATA, CLIENTS, CRASHES, FROZEN, ALL, ALL]
 
 
 def make(
@@ -79,6 +80,8 @@ def happen(world: World, rate: float = 0.16) -> None:
     if world.legs and world.happens(faults.aborts):
         leg: Leg = world.chance.choice(world.legs)
         world.abort(leg)
+    if world.happens(faults.frozen):
+        world.freeze(world.chance.choice(world.slots), world.between(300 * MS, 5000 * MS))
     if world.happens(faults.crashes):
         world.crash(world.chance.choice(world.slots), world.between(100 * MS, 3000 * MS))
 

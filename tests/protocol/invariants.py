@@ -102,7 +102,7 @@ class Watch:
                 if isinstance(told, Heartbeat) and grant:
                     grant.ends_by_ns = max(grant.ends_by_ns, arrives + terms.extension_ns)
                 elif isinstance(told, Claim):
-                    if told.within_ns > round(terms.read_limit * S):
+                    if told.within_ns > terms.read_limit_ns:
                         self.breach("C2", f"{sender} claims for {told.within_ns} ns")
                     if grant:
                         grant.ends_by_ns = max(grant.ends_by_ns, arrives + told.within_ns)
@@ -120,6 +120,18 @@ class Watch:
         self._reads = {key: read for key, read in self._reads.items() if key[0] != engine.engine_id}
         self._grants.pop(engine.engine_id, None)
         self._loading = {key: at for key, at in self._loading.items() if key[0] != engine.engine_id}
+
+    def thawed(self, engine: Engine) -> None:
+        """See an engine go on after a while: what has waited in its inbox counts from now."""
+        from tests.protocol.world import STEP_MAX_NS
+
+        now, terms = self._world.network.now_ns, self._world.terms
+        for grant in self._grants[engine.engine_id].values():
+            longest = max(terms.extension_ns, terms.read_limit_ns)
+            grant.ends_by_ns = max(grant.ends_by_ns, now + longest + STEP_MAX_NS)
+        for key in self._loading:
+            if key[0] == engine.engine_id:
+                self._loading[key] = now
 
     def aborted(self, leg: Leg) -> None:
         """See a client go away."""
@@ -203,11 +215,14 @@ class Watch:
             if load is None or (load.engine_id, load.request_id) != (holder.engine_id, request_id) or load.turn:
                 continue
             consumer, link = leg.engine.connector.consumer, (leg.engine.engine_id, holder.engine_id)
+            if leg.engine.slot.frozen:
+                continue
             peer = consumer.peers.get(holder.engine_id)
             waits = consumer.stage(leg.request_id) in (Stage.ARRIVED, Stage.CONNECTING, Stage.CLAIMING, Stage.READING)
             if peer is None or peer.link is not Link.UP or not waits:
                 continue
-            well_since = max(self._trouble[link], self._up.get(link, now), leg.arrived_ns)
+            thawed = leg.engine.slot.thawed_ns
+            well_since = max(self._trouble[link], self._up.get(link, now), leg.arrived_ns, thawed)
             if now - well_since > needed:
                 self.breach("L2", f"{request_id} expired; {leg.request_id} waits, connected and heard for "
                             f"{(now - well_since) / S:.2f} s")  # fmt: skip
@@ -252,8 +267,10 @@ class Watch:
         """Look at every engine after a step."""
         self._steps += 1
         for number, engine in enumerate(self._world.engines):
-            self._leases(engine)
             self._running_reads(engine)
+            if engine.slot.frozen:
+                continue
+            self._leases(engine)
             self._waiting(engine)
             if (self._steps + number) % AUDIT_EVERY == 0:
                 self._audit(engine)

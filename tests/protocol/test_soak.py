@@ -12,7 +12,7 @@ from tests.protocol.world import MS, PROFILE, STEP_MAX_NS, Faults, S, World
 HOURS_NS = 2 * 3600 * S
 FAULTS = Faults(
     lost=0.05, repeated=0.05, late=0.02, damaged=0.005, slow_reads=0.05, bad_reads=0.05, bad_handshakes=0.05, held=0.1,
-    reused=0.1, rejected=0.05, crashes=0.002, aborts=0.02,
+    reused=0.1, rejected=0.05, crashes=0.002, frozen=0.002, aborts=0.02,
 )  # fmt: skip
 ARRIVALS = 0.025
 """Probability of a new client in one step."""

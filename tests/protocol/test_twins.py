@@ -25,7 +25,7 @@ from reference_impl.transport.base import RankAddress
 from reference_impl.transport.memory import MemoryTransport, _Reading
 from reference_impl.transport.plan import block_list, pieces
 from tests.protocol import histories
-from tests.protocol.histories import ALL, BAD_DATA, CLIENTS, LOSSY
+from tests.protocol.histories import ALL, BAD_DATA, CLIENTS, FROZEN, LOSSY
 from tests.protocol.world import NO_FAULTS, Faults, World
 
 SEEDS = 60
@@ -212,6 +212,26 @@ def test_forgetting_who_reads() -> None:
         return len(self.reported) >= self.readers
 
     caught(lambda patch: patch.setattr(Lease, "done", property(done)), ("S1",), faults=CLIENTS)
+
+
+def test_expiry_that_is_judged_before_the_inbox_is_read() -> None:
+    """KVC-LEASE-008: after a stop of the holder, renewals wait in its inbox."""
+    step = Producer.step
+
+    def hasty(self: Producer, inbox: list[tuple[str, bytes]], now_ns: int) -> Any:
+        step(self, [], now_ns)
+        return step(self, inbox, now_ns)
+
+    caught(lambda patch: patch.setattr(Producer, "step", hasty), ("L2", "S1"), faults=FROZEN)
+
+
+def test_a_read_that_ends_after_its_limit_counts_as_done() -> None:
+    """S2: the reader was stopped meanwhile, and the holder has waited no longer than it was asked to."""
+
+    def never(_self: Consumer, _load: Any) -> int:
+        return 10**30
+
+    caught(lambda patch: patch.setattr(Consumer, "_read_deadline_ns", never), ("S2", "S1", "L3"), faults=FROZEN)
 
 
 def test_a_destination_that_is_free_at_the_abort() -> None:

@@ -74,8 +74,9 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     rejected: float = 0.0
     """Requests that the decode side refuses at its door."""
     crashes: float = 0.0
+    frozen: float = 0.0
     aborts: float = 0.0
-    """Of an engine and of a request, in one turn of the history."""
+    """Of an engine, an engine and a request, in one turn of the history."""
 
 
 NO_FAULTS = Faults()
@@ -129,6 +130,9 @@ class Slot:
     clock: WorldClock
     lives: int = 0
     engine: Engine | None = None
+    frozen: bool = False
+    thawed_ns: int = 0
+    """True time of the last thaw."""
 
 
 @dataclass(eq=False)
@@ -250,6 +254,9 @@ class WorldShaker:
         addresses: list[RankAddress] = []
         if peer is None:
             problem = "connection refused"
+        elif peer.slot.frozen:
+            world.network.after(3 * S, partial(self._fail, engine_id, measured, "no answer in time"))
+            return
         elif peer.engine_id != engine_id:
             problem = f"{peer.engine_id} lives there now"
         else:
@@ -295,6 +302,7 @@ class Tally:
     turns: int = 0
     renewed: int = 0
     crashes: int = 0
+    frozen: int = 0
     preempted: int = 0
     legs: int = 0
 
@@ -397,6 +405,21 @@ class World:
         """The engine that listens there."""
         return next((slot.engine for slot in self.slots if slot.port == port), None)
 
+    def freeze(self, slot: Slot, ns: int) -> None:
+        """Stop an engine for a while, as SIGSTOP does: what peers read and write in its memory goes on."""
+        if slot.frozen or slot.engine is None:
+            return
+        self.note("world", "freeze", slot.name, seconds=ns / S)
+        self.tally.frozen += 1
+        slot.frozen = True
+        self.network.after(ns, partial(self._thaw, slot))
+
+    def _thaw(self, slot: Slot) -> None:
+        slot.frozen, slot.thawed_ns = False, self.network.now_ns
+        self.note("world", "thaw", slot.name)
+        if slot.engine is not None:
+            self.watch.thawed(slot.engine)
+
     def crash(self, slot: Slot, down_ns: int) -> None:
         """Kill an engine; another one lives there after a while."""
         engine = slot.engine
@@ -428,16 +451,21 @@ class World:
 
     def prefill(self, job: Job) -> None:
         """The router's first leg."""
-        engine = self.chance.choice(self.prefills).engine
+        engine = self._chosen(self.prefills)
         if engine is None:
             return
         asked = {} if job.load is None else job.load.params()
         asked |= {"do_remote_decode": True, "remote_readers": job.readers}
         self._submit(engine, job, asked, 1)
 
+    def _chosen(self, slots: list[Slot]) -> Engine | None:
+        """The router's choice; None if nobody lives there, or nobody answers."""
+        slot = self.chance.choice(slots)
+        return None if slot.frozen else slot.engine
+
     def decode(self, job: Job, answer_tokens: int | None = None) -> None:
         """The router's second leg."""
-        engine = self.chance.choice(self.decodes).engine
+        engine = self._chosen(self.decodes)
         if engine is None or job.params is None:
             return
         self._submit(engine, job, job.params, job.answer_tokens if answer_tokens is None else answer_tokens)
@@ -459,7 +487,9 @@ class World:
         self.tally.legs += 1
 
     def abort(self, leg: Leg) -> None:
-        """The client goes away."""
+        """The client goes away; a frozen engine does not notice."""
+        if leg.engine.slot.frozen:
+            return
         self.watch.aborted(leg)
         leg.engine.connector.abort(leg.sequence)
         leg.engine.legs.pop(leg.request_id, None)
@@ -513,7 +543,7 @@ class World:
 
     def _renew(self, leg: Leg, after: Job) -> None:
         """The client keeps its session alive."""
-        if not leg.engine.alive or after.load is None:
+        if not leg.engine.alive or leg.engine.slot.frozen or after.load is None:
             return
         params = leg.engine.connector.renew(after.load, leg.engine.clock.now_ns())
         if params is not None:
@@ -536,7 +566,7 @@ class World:
         try:
             self.network.deliver(self.network.now_ns + dt_ns)
             for slot in self.slots:
-                if slot.engine is not None:
+                if slot.engine is not None and not slot.frozen:
                     slot.engine.turn()
         except Exception as error:
             self.watch.breach("R1", f"an engine ended: {error!r}", error)

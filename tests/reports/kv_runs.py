@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pandas as pd
 
 from harness.run_folder import Manifest, RunFolder, RunWriter
 from harness.verdicts import CheckResult, Verdict
@@ -65,7 +64,7 @@ class KvRun:
         """Add an event; one of an engine names it and its worker."""
         own: dict[str, Scalar] = {}
         if "-e" in actor:
-            own = {"engine_id": actor, "worker_id": actor.split("-")[0]}
+            own = {"engine_id": actor, "worker_id": actor.split("-", maxsplit=1)[0]}
         t_ns = BASE_NS + round(seconds * S)
         self.events.append(Event(t_ns, t_ns, actor, kind, subject, own | detail))
 
@@ -87,8 +86,10 @@ class KvRun:
         holder = "d0-e1" if turn else "p0-e1"
         self.say(seconds, holder, EventKind.LEASE_EXPIRED, name, blocks=blocks, held_ms=1.0, turn=turn)
 
-    def load(self, seconds: float, name: str, *, reader: str = "d0-e1", holder: str = "p0-e1.ab12", waited_ms: float = 12.0,
-             read_ms: float = 8.0, blocks: int = BLOCKS, remote: str = "") -> None:  # fmt: skip
+    def load(
+        self, seconds: float, name: str, *, reader: str = "d0-e1", holder: str = "p0-e1.ab12", waited_ms: float = 12.0,
+        read_ms: float = 8.0, blocks: int = BLOCKS, remote: str = "",
+    ) -> None:  # fmt: skip
         """Say that a load is done."""
         self.say(
             seconds, reader, EventKind.LOAD_DONE, name, tokens=blocks * 16, blocks=blocks, waited_ms=waited_ms,
@@ -219,7 +220,7 @@ def d_crash(arm: str, scale: float = 10.0) -> KvRun:
 
 
 def surge(arm: str, scale: float = 10.0) -> KvRun:
-    """40 prefills wait up to 90 s (full scale) for D. Leases are renewed; a timeout of 5 s frees what is still needed."""
+    """40 prefills wait up to 80 s (full scale) for D. Leases are renewed; a timeout of 5 s frees what is needed."""
     run = KvRun("surge", arm, scale)
     s = 1 / scale
     for number in range(40):
@@ -265,7 +266,10 @@ def surge(arm: str, scale: float = 10.0) -> KvRun:
 
 
 def two_turn(arm: str = "lease", ahead_s: float = AHEAD_S, scale: float = 2.0) -> KvRun:
-    """30 later turns after 2 to 28 s with a time to live of 20 s (full scale). Without correction every turn is misjudged."""
+    """30 later turns after 2 to 28 s, with a time to live of 20 s (full scale).
+
+    Without correction, D's clock ahead makes every turn look live, and behind, every turn expired.
+    """
     run = KvRun("two_turn", arm, scale, ttl_s=20)
     s = 1 / scale
     run.configuration["clock_offsets_s"] = {"d0": ahead_s}
@@ -348,17 +352,6 @@ def _over(run: KvRun, end: float) -> None:
     run.say(end / run.scale, "harness", EventKind.PHASE_ENDED, "run", phase="drain")
 
 
-def written(run: KvRun, path: Path) -> RunFolder:
-    """Write `run` with the columns of sessions in its requests, whether or not the run folder has them of itself."""
-    folder = run.write(path)
-    rows = pd.read_parquet(path / "requests.parquet")
-    by_id = {record.request_id: record for record, _, _ in run.requests}
-    for name, kind in (("session", "int32"), ("turn", "int32"), ("think_ms", "float64"), ("cached_tokens", "float64")):
-        rows[name] = pd.Series([getattr(by_id[i], name) for i in rows.request_id]).astype(kind)
-    rows.to_parquet(path / "requests.parquet")
-    return RunFolder(folder.path)
-
-
 def main(out: Path) -> None:
     """Write a page for each scenario under `out`."""
     from reports.kv.page import write_kv_page
@@ -368,7 +361,7 @@ def main(out: Path) -> None:
         ("d_crash", [d_crash(arm) for arm in ARMS]), ("surge", [surge(arm) for arm in ARMS]),
         ("two_turn", [two_turn(), two_turn("lease-uncorrected")]), ("quiet", [quiet()]),
     ):  # fmt: skip
-        write_kv_page([written(run, out / name / run.arm) for run in made], out / name)
+        write_kv_page([run.write(out / name / run.arm) for run in made], out / name)
 
 
 if __name__ == "__main__":

@@ -412,5 +412,6 @@ def test_every_load_ends_once_and_in_time_whatever_happens(history: list[tuple[s
         if name not in admitted:
             consumer.abort(name)
     consumer.lost(P, "the end")
+    settle()
     assert consumer.idle, "nothing is left (K1)"
     assert consumer.heartbeats.engines == []

@@ -20,6 +20,8 @@ from reports.words import duration
 HEIGHT: Final = 300
 DEAD_HEIGHT: Final = 180
 RIGHT: Final = 50
+EXTENT: Final = {"minExtent": 42, "maxExtent": 42}
+"""Room for the labels of the value axis: the same in charts below one another, however long their labels are."""
 LABEL_PX: Final = 15
 """Height of a line of labels at the top, which the curves leave free."""
 FAULT_WORDS: Final = {"kill": "killed", "router_hold": "hand-offs held"}
@@ -141,7 +143,7 @@ def _labelled(lines: list[Line]) -> list[Line]:
 
 
 def _curve(line: Line, shared: TimeAxis, width: int, scale: alt.Scale, *, first: bool) -> alt.Chart:
-    look = y_axis(tickCount=6, grid=True, labelExpr="format(datum.value, ',.0f')") if first else None
+    look = y_axis(tickCount=6, grid=True, **EXTENT, labelExpr="format(datum.value, ',.0f')") if first else None
     mark = alt.Chart(data(line.steps)).mark_line(
         interpolate="step-after", strokeWidth=2.2 if first else 1.8, color=line.design.colour,
         strokeDash=line.design.dash, clip=True,

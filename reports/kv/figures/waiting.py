@@ -11,7 +11,7 @@ from reports.figures.style import data, y_axis
 from reports.kv.designs import Design
 from reports.kv.figures.axis import TimeAxis, thin, time_axis
 from reports.kv.figures.drawing import Sized, sized
-from reports.kv.figures.held import RIGHT, fault_layers, fault_marks, painted, right_axis
+from reports.kv.figures.held import EXTENT, RIGHT, fault_layers, fault_marks, painted, right_axis
 from reports.kv.gauges import waiting
 from reports.kv.setup import DECODE, setup
 
@@ -26,7 +26,7 @@ def waiting_chart(runs: list[RunFolder], designs: list[Design]) -> list[Sized]:
         return []
     highest = max((step["y"] for _, steps in lines for step in steps), default=0.0)
     scale = alt.Scale(domain=[0, highest * 1.08 or 1.0], nice=False)
-    look = y_axis(tickCount=3, grid=True, labelExpr="format(datum.value, ',.0f')")
+    look = y_axis(tickCount=3, grid=True, **EXTENT, labelExpr="format(datum.value, ',.0f')")
     marks = fault_marks(runs[0], shared)
 
     def chart(width: int) -> alt.LayerChart:
