@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from reference_impl.engine.config import MODEL_NAME, EngineConfig, EngineStatus
+from reference_impl.engine.kv_transfer import TransferUnavailable
 from reference_impl.engine.process import EngineProcess, WakeFailed
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
 from reference_impl.engine.transfer_config import BadTransferConfig, terms_of
@@ -140,7 +141,7 @@ def _weights(profile: Profile) -> Path:
 def _run(config: EngineConfig, *, announce: bool) -> None:
     try:
         uvloop.run(_live(config, announce=announce))
-    except (MemoryServiceError, WeightsError, LockError, WakeFailed) as error:
+    except (MemoryServiceError, WeightsError, LockError, TransferUnavailable, WakeFailed) as error:
         raise Failed(str(error), 6) from error
     except OSError as error:
         if error.errno in _NO_PORT:

@@ -397,7 +397,8 @@ class Connector:
                     error_ms=action.error_ns / NS_PER_MS,
                 )  # fmt: skip
             case Forget():
-                self._transport.remove_peer(action.engine_id)
+                if action.engine_id not in self._guests:  # else it reads from us, and is still to be heard (L2)
+                    self._transport.remove_peer(action.engine_id)
                 self._say(EventKind.PEER_LOST, action.engine_id, reason=action.reason)
             case _:
                 raise TypeError(f"nobody does {action!r}")

@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import uvloop
 
-from reference_impl.content import BLOCK_BYTES, BLOCK_TOKENS, BLOCK_WORDS
+from reference_impl.content import BLOCK_WORDS
 from reference_impl.engine.canary import Canary
 from reference_impl.engine.config import MODEL_NAME, EngineConfig, EngineStatus
-from reference_impl.engine.connector import Connector
 from reference_impl.engine.core import EngineCore
-from reference_impl.engine.handshakes import BackgroundShaker
+from reference_impl.engine.kv_transfer import KvTransfer, TransferUnavailable
 from reference_impl.engine.loop import StepLoop
 from reference_impl.engine.memory import EngineMemory, PrivateMemory, SharedMemory
 from reference_impl.engine.metrics import EngineMetrics
@@ -39,18 +36,12 @@ from reference_impl.failover.lock import FlockFailoverLock, LockError
 from reference_impl.memory_service.errors import MemoryServiceError
 from reference_impl.oracle import Weights
 from reference_impl.processes import die_with_parent
-from reference_impl.realclock import host_ns, now_ns
+from reference_impl.realclock import host_ns
 from reference_impl.router.protocol import TOKEN_VARIABLE, Register
-from reference_impl.rules.agreement import Hello
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.lifecycle import EngineState, IllegalMove, Lifecycle, WakeFacts
 from reference_impl.rules.routing import Role
-from reference_impl.transport.hello import HandshakeServer
 
-if TYPE_CHECKING:
-    from reference_impl.transport.nixl import Agents, NixlTransport
-
-RANKS_LOOK_S: Final = 0.2
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 
 
@@ -80,14 +71,7 @@ class EngineProcess:
         self._broken: asyncio.Future[None] | None = None
         """Gets the error of a task that broke: an engine without its step loop must die, so that another takes over."""
         self._url = ""
-        self._kv_engine_id = f"{config.engine_id}.{secrets.token_hex(4)}"
-        """Names this incarnation to its peers: a successor under the same name is another engine (S5)."""
-        self._generations = np.zeros(profile.kv_blocks, np.uint64)
-        self._agents: Agents | None = None
-        self._transport: NixlTransport | None = None
-        self._connector: Connector | None = None
-        self._shaker: BackgroundShaker | None = None
-        self._side_channel = HandshakeServer(self._hello, self._meet, now_ns)
+        self._transfer = KvTransfer(config, self._say_of_kv) if config.role is not Role.BOTH else None
 
     async def run(self) -> None:
         """Live. Returns after SIGTERM; raises what made the engine unfit to serve."""
@@ -110,7 +94,8 @@ class EngineProcess:
                 task.cancel()
             await asyncio.gather(living, stopping, *self._tasks, return_exceptions=True)
             await self._registration.close()
-            await self._close_transport()
+            if self._transfer is not None:
+                await self._transfer.close()
 
     async def _live(self) -> None:
         self._tell(EngineState.INIT)
@@ -118,7 +103,7 @@ class EngineProcess:
         epoch = await self._park()
         try:
             await self._wake(epoch)
-        except (MemoryServiceError, RegistrationError, IllegalMove, WakeFailed) as error:
+        except (MemoryServiceError, RegistrationError, IllegalMove, TransferUnavailable, WakeFailed) as error:
             self._life.die(str(error))
             self._say(EventKind.WAKE_FAILED, reason=str(error))
             raise
@@ -143,11 +128,10 @@ class EngineProcess:
         with self._phase("warm up"):
             await asyncio.to_thread(warm_up, config.profile, self._memory)
             self._canary = Canary(self._weights)
-            self._core = EngineCore(config.profile, self._generations)
-        if config.role is not Role.BOTH:
+            self._core = EngineCore(config.profile, self._transfer.generations if self._transfer else None)
+        if self._transfer is not None:
             with self._phase("transport agents"):
-                self._agents = await asyncio.to_thread(_agents, self._kv_engine_id, config.ranks)
-                await self._side_channel.start(config.host)
+                await self._transfer.prepare()
         with self._phase("listen and connect"):
             _, port = await self._server.listen(config.host, config.port)
             self._url = f"http://{config.host}:{port}"
@@ -189,76 +173,32 @@ class EngineProcess:
             with self._phase("wake the model", emulated=True, promotion=True):
                 await asyncio.sleep(self._config.profile.promotion_s)
         self._core.bind(self._memory.kv, self._memory.weights)
-        if self._agents is not None:
+        connector = None
+        if self._transfer is not None:
             with self._phase("register KV for transfer", promotion=True):
-                self._connector = self._connect_kv(self._agents)
-            self._spawn(self._watch_ranks())
+                connector = self._transfer.connect(self._core, self._memory)
+            self._spawn(self._transfer.watch())
         with self._phase("canary", promotion=True):
-            loop = StepLoop(self._core, self._connector)
+            loop = StepLoop(self._core, connector)
             self._spawn(loop.run())
             right = await self._canary.ask(loop)
         self._say(EventKind.CANARY_ANSWERED, ok=right)
         if not right:
             raise WakeFailed("the canary's answer is wrong: weights or KV are not what they should be")
         self._life.activate(WakeFacts(weights_mapped=True, kv_mapped=True, canary_answered=right))
-        self._server.loop, self._metrics.core, self._metrics.connector = loop, self._core, self._connector
+        self._server.loop, self._metrics.core, self._metrics.connector = loop, self._core, connector
         self._publish_memory()
         self._say(EventKind.ENGINE_AWAKE, epoch=epoch)
         if self._config.router_url:
             with self._phase("register", promotion=True):
                 config = self._config
-                me = Register(config.worker_id, config.engine_id, self._url, epoch, config.role, self._kv_engine_id)
+                kv_engine_id = self._transfer.engine_id if self._transfer else ""
+                me = Register(config.worker_id, config.engine_id, self._url, epoch, config.role, kv_engine_id)
                 await self._registration.register(me)
         self._tell(EngineState.ACTIVE)
 
-    def _connect_kv(self, agents: Agents) -> Connector:
-        """Offer the KV pool to peers, and return what moves KV from here on."""
-        from reference_impl.transport.nixl import NixlTransport
-
-        config = self._config
-        self._transport = NixlTransport(
-            self._kv_engine_id, self._memory.kv, self._generations, config.ranks, self._memory.kv_descriptor, agents
-        )
-        self._shaker = BackgroundShaker(self._introduction)
-        return Connector(
-            self._core, config.terms, self._transport, self._shaker, self._say_of_kv, engine_id=self._kv_engine_id,
-            host=config.host, port=self._side_channel.port, ranks=config.ranks,
-        )  # fmt: skip
-
-    async def _watch_ranks(self) -> None:
-        """Raise when a rank's process has ended: an engine without one of its ranks must end, so that another comes."""
-        while self._transport is None or not self._transport.broken:
-            await asyncio.sleep(RANKS_LOOK_S)
-        raise WakeFailed(f"a rank has ended: {self._transport.broken}")
-
-    def _hello(self) -> Hello | None:
-        """Return how we answer a handshake, None while we do not serve."""
-        return None if self._connector is None else self._introduction()
-
-    def _introduction(self) -> Hello:
-        config = self._config
-        return Hello(
-            engine_id=self._kv_engine_id, role=config.role, model=MODEL_NAME, block_tokens=BLOCK_TOKENS,
-            block_bytes=BLOCK_BYTES, blocks=config.profile.kv_blocks, ranks=config.ranks, terms=config.terms,
-            addresses=self._transport.addresses() if self._transport else [],
-        )  # fmt: skip
-
-    def _meet(self, theirs: Hello) -> None:
-        if self._connector is not None:
-            self._connector.welcome(theirs.engine_id, theirs.addresses)
-
     def _say_of_kv(self, kind: EventKind, subject: str, **detail: Scalar) -> None:
         self._events.say(kind, subject, engine_id=self._config.engine_id, worker_id=self._config.worker_id, **detail)
-
-    async def _close_transport(self) -> None:
-        await self._side_channel.close()
-        if self._shaker is not None:
-            await self._shaker.close()
-        with contextlib.suppress(OSError, RuntimeError):
-            if self._transport is not None:
-                self._transport.close()
-            elif self._agents is not None:
-                self._agents.close()
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -309,18 +249,6 @@ def _memory(config: EngineConfig) -> EngineMemory:
     return PrivateMemory(profile.weights_bytes, profile.kv_blocks, shareable=config.ranks > 1)
 
 
-def _agents(engine_id: str, ranks: int) -> Agents:
-    """Start what moves KV. Raises WakeFailed with one clear line where there is no NIXL."""
-    try:
-        from reference_impl.transport.nixl import Agents
-
-        return Agents(engine_id, ranks)
-    except ImportError as error:
-        raise WakeFailed(f"moving KV needs the package nixl ({error}): run `make setup` on Linux") from error
-    except RuntimeError as error:
-        raise WakeFailed(f"NIXL does not start: {error}") from error
-
-
 def warm_up(profile: Profile, memory: EngineMemory) -> None:
     """Run real steps over a scratch pool, so that the first user's request meets no cold code."""
     blocks = min(profile.kv_blocks, 3 * profile.chunk_tokens // 16)
@@ -349,7 +277,9 @@ def main() -> None:
         die_with_parent(config.parent_pid)
     try:
         uvloop.run(EngineProcess(config).run())
-    except (MemoryServiceError, RegistrationError, WeightsError, LockError, WakeFailed, OSError) as error:
+    except (
+        MemoryServiceError, RegistrationError, WeightsError, LockError, TransferUnavailable, WakeFailed, OSError,
+    ) as error:  # fmt: skip
         print(f"engine {config.engine_id}: {error}", file=sys.stderr)  # noqa: T201 # the last line of its log
         sys.exit(6)
 
