@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OUT ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-pd test check format bench lock clean
+.PHONY: help setup demo demo-pd test soak check format bench lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ demo-pd: $(READY) ## Prefill and decode apart: leases against one timeout, in pa
 
 test: $(READY) ## All tests that this machine can run
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+soak: $(READY) ## 50,000 random histories of the lease protocol, about ten minutes
+	PDPROOF_HISTORIES=50000 $(BIN)/python -m pytest -n 2 --dist load --timeout 600 tests/protocol
 
 check: $(READY) ## Lint, format, types, layers
 	$(BIN)/ruff check .

@@ -79,9 +79,15 @@ class Say(Protocol):
         ...
 
 
-def fingerprint(tokens: Ints) -> str:
-    """Return what names a text: holder and reader compare it before any of its KV is read."""
-    return hashlib.blake2b(np.asarray(tokens, dtype="<u2").tobytes(), digest_size=16).hexdigest()
+def fingerprint(tokens: Ints, blocks: list[int]) -> str:
+    """Return what names a text and the blocks of its KV: holder and reader compare it before anything is read.
+
+    The blocks are a part of it because a hand-off passes through the client's hands: with another's block ids in it,
+    another's KV would be read, and found again by everybody who sends that text.
+    """
+    digest = hashlib.blake2b(np.asarray(tokens, dtype="<u2").tobytes(), digest_size=16)
+    digest.update(np.asarray(blocks, dtype="<u4").tobytes())
+    return digest.hexdigest()
 
 
 class Connector:
@@ -119,8 +125,9 @@ class Connector:
         load = asked.load
         content = ""
         if load is not None:
-            self._check(load, prompt)
-            content = fingerprint(prompt[: load.tokens])
+            self._check(load)
+            self._check_length(request_id, load, len(prompt), now_ns)
+            content = fingerprint(prompt[: load.tokens], load.blocks)
         try:
             sequence = self.core.sequence(
                 request_id, prompt, output_tokens_max,
@@ -138,19 +145,23 @@ class Connector:
     def _keeps_turn(self, asked: Asked) -> bool:
         return self.terms.bidirectional_kv_xfer and asked.load is not None and not asked.keep
 
-    def _check(self, load: HandOff, prompt: Ints) -> None:
+    def _check(self, load: HandOff) -> None:
         if load.engine_id == self._engine_id:
             raise BadHandOff("kv_transfer_params.remote_engine_id names this engine itself",
                              "kv_transfer_params.remote_engine_id")  # fmt: skip
-        if load.tokens > len(prompt) or (load.tokens < len(prompt) and not load.turn):
-            raise BadHandOff(
-                f"kv_transfer_params.remote_num_tokens is {load.tokens}, the prompt has {len(prompt)} tokens",
-                "kv_transfer_params.remote_num_tokens",
-            )
         if load.turn and not self.terms.bidirectional_kv_xfer:
             raise BadHandOff(
                 "kv_transfer_params.remote_blocks_expiry_time is of two-turn mode, which is off here",
                 "kv_transfer_params.remote_blocks_expiry_time",
+            )
+
+    def _check_length(self, request_id: str, load: HandOff, prompt_tokens: int, now_ns: int) -> None:
+        """Refuse a hand-off of a longer or, unless it is of a turn, a shorter text; its blocks are let go of."""
+        if load.tokens > prompt_tokens or (load.tokens < prompt_tokens and not load.turn):
+            self.reject(request_id, load, now_ns)
+            raise BadHandOff(
+                f"kv_transfer_params.remote_num_tokens is {load.tokens}, the prompt has {prompt_tokens} tokens",
+                "kv_transfer_params.remote_num_tokens",
             )
 
     def reject(self, request_id: str, load: HandOff, now_ns: int) -> None:
@@ -188,8 +199,8 @@ class Connector:
             return None
         turn = not asked.keep
         tokens = sequence.prompt_tokens if asked.keep else sequence.prompt_tokens + sequence.output_tokens - 1
-        content = fingerprint(sequence.tokens[:tokens])
         blocks, sequence.held_blocks = sequence.held_blocks, []
+        content = fingerprint(sequence.tokens[:tokens], blocks)
         if turn:
             lease = self.producer.grant_turn(sequence.request_id, blocks, content=content, now_ns=now_ns)
         else:

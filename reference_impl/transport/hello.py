@@ -91,7 +91,8 @@ class HandshakeServer:
     ) -> None:
         self._mine, self._meet, self._now_ns = mine, meet, now_ns
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], None] = {}
+        """In the order of their arrival."""
         self.malformed = 0
         self.refused = 0
         self.port = 0
@@ -113,17 +114,24 @@ class HandshakeServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
+        self._connections[task] = None
+        if len(self._connections) > CONNECTIONS_MAX:
+            self._end_oldest()
         try:
-            if len(self._connections) <= CONNECTIONS_MAX:
-                await self._converse(reader, writer)
+            await self._converse(reader, writer)
         except _Malformed:
             self.malformed += 1
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # it went, it was silent, or we are closing
         finally:
-            self._connections.discard(task)
+            self._connections.pop(task, None)
             writer.transport.abort()
+
+    def _end_oldest(self) -> None:
+        """Make room: a handshake takes milliseconds, so who came first is silent, or slow (L6)."""
+        oldest = next(iter(self._connections))
+        del self._connections[oldest]
+        oldest.cancel()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(REQUESTS_MAX):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference_impl.content import BLOCK_WORDS
-from reference_impl.transport.base import RANKS, Ended, PeerRefused, RankAddress, ReadResult
+from reference_impl.transport.base import RANKS, BlockNumbers, Ended, PeerRefused, RankAddress, ReadResult
 from reference_impl.transport.plan import BlockList, Piece, block_list, pieces
 
 LinkPolicy: TypeAlias = Callable[[str, str, bytes], list[int]]
@@ -185,7 +185,7 @@ class MemoryTransport:
         else:
             self.strangers += 1
 
-    def read(self, read_id: int, engine_id: str, remote_blocks: list[int], local_blocks: list[int]) -> None:
+    def read(self, read_id: int, engine_id: str, remote_blocks: BlockNumbers, local_blocks: BlockNumbers) -> None:
         """Start reading a peer's blocks into ours."""
         if read_id in self._reads:
             raise ValueError(f"read {read_id} is running already")

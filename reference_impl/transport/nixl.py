@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from reference_impl.content import BLOCK_WORDS
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import NS_PER_MS, s_to_ns
-from reference_impl.transport.agent import NixlAgent, Scratch, agent_name
-from reference_impl.transport.base import RANKS, Ended, PeerRefused, RankAddress, ReadResult
+from reference_impl.transport.agent import Get, NixlAgent, Scratch, agent_name
+from reference_impl.transport.base import RANKS, BlockNumbers, Ended, PeerRefused, RankAddress, ReadResult
 from reference_impl.transport.channel import (
     AddPeer,
     Cancel,
@@ -39,7 +39,7 @@ from reference_impl.transport.channel import (
     ToRank,
 )
 from reference_impl.transport.parts import PartRead, Parts
-from reference_impl.transport.plan import WORD_BYTES, BlockList, Descriptors, block_list
+from reference_impl.transport.plan import WORD_BYTES, BlockList, Windows, block_list, rows, windows
 
 RANKS_START_S: Final = 30.0
 RANK_END_S: Final = 5.0
@@ -104,7 +104,10 @@ class _Reading:
     read_id: int
     engine_id: str
     blocks: BlockList
+    windows: Windows
     scratch: Scratch
+    generations: Get | None = None
+    before: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     part: PartRead | None = None
     waiting: set[int] = field(default_factory=set)
     """Ranks whose words have not ended."""
@@ -206,7 +209,7 @@ class NixlTransport:
                 found.append((engine_id, message))
         return found
 
-    def read(self, read_id: int, engine_id: str, remote_blocks: list[int], local_blocks: list[int]) -> None:
+    def read(self, read_id: int, engine_id: str, remote_blocks: BlockNumbers, local_blocks: BlockNumbers) -> None:
         """Start reading a peer's blocks into ours; `poll` does the work and tells the end."""
         if read_id in self._reads:
             raise ValueError(f"read {read_id} is running already")
@@ -215,13 +218,13 @@ class NixlTransport:
                 raise PeerRefused(self.broken or "the transport is closed")
             peer = self._parts.addresses(engine_id)
             blocks = block_list(remote_blocks, local_blocks, peer[0].blocks, self._blocks)
-            first, last = int(blocks.remote[0]), int(blocks.remote[-1])
-            scratch = self._head.scratch(2 * (last - first + 1))
+            wanted = windows(blocks)
+            scratch = self._head.scratch(wanted.words)
         except (PeerRefused, ValueError, RuntimeError) as reason:
             self._ended.append(Ended(read_id, ReadResult.FAILED, str(reason)))
             return
-        reading = self._reads[read_id] = _Reading(read_id, engine_id, blocks, scratch)
-        self._read_generations(reading, 0, partial(self._read_data, reading))
+        reading = self._reads[read_id] = _Reading(read_id, engine_id, blocks, wanted, scratch)
+        self._read_generations(reading, peer[0].generations_address)
 
     def cancel(self, read_id: int) -> None:
         """Start no further part of a read. NIXL cannot recall what is in flight: the read ends when that has landed."""
@@ -277,17 +280,14 @@ class NixlTransport:
                 ready += [message.address for message in messages if isinstance(message, Ready)]
         return ready
 
-    def _read_generations(self, reading: _Reading, half: int, done: partial[None]) -> None:
-        """Read the generations of all blocks between the first and the last into one half of the read's scratch.
-
-        One piece, whatever is between: 8 bytes a block, where a piece more would cost 4 us.
-        """
-        first, last = int(reading.blocks.remote[0]), int(reading.blocks.remote[-1])
-        span = last - first + 1
-        base = self._parts.addresses(reading.engine_id)[0].generations_address
-        remote = _row(base + first * WORD_BYTES, span * WORD_BYTES)
-        local = _row(reading.scratch.words.ctypes.data + half * span * WORD_BYTES, span * WORD_BYTES)
-        self._head.start(agent_name(reading.engine_id, 0), remote, local, done)
+    def _read_generations(self, reading: _Reading, base: int) -> None:
+        """Read the blocks' generations into the read's scratch, by a transfer that is kept and posted again later."""
+        found = reading.windows
+        sizes = found.counts * WORD_BYTES
+        remote = rows(base, found.firsts, WORD_BYTES, sizes)
+        local = rows(reading.scratch.address, np.cumsum(found.counts) - found.counts, WORD_BYTES, sizes)
+        done = partial(self._read_data, reading)
+        reading.generations = self._head.start(agent_name(reading.engine_id, 0), remote, local, done, keep=True)
 
     def _read_data(self, reading: _Reading, error: str) -> None:
         """The generations are here: let every rank read its words."""
@@ -295,6 +295,7 @@ class NixlTransport:
         if reading.error:
             self._end(reading)
             return
+        reading.before = reading.scratch.words[: reading.windows.words].copy()
         reading.waiting = set(range(self._agents.ranks))
         blocks = reading.blocks
         if self._agents.others:
@@ -309,26 +310,26 @@ class NixlTransport:
             reading.error = reading.error or (f"rank {rank}: {error}" if self._agents.ranks > 1 else error)
         if reading.waiting:
             return
-        if reading.error:
+        if reading.error or reading.generations is None:
             self._end(reading)
         else:
-            self._read_generations(reading, 1, partial(self._compare, reading))
+            self._head.again(reading.generations, partial(self._compare, reading))
 
     def _compare(self, reading: _Reading, error: str) -> None:
         """Both readings of the generations are here."""
         reading.error = reading.error or error
-        first = int(reading.blocks.remote[0])
-        span = int(reading.blocks.remote[-1]) - first + 1
-        before, after = reading.scratch.words[:span], reading.scratch.words[span : 2 * span]
+        after = reading.scratch.words[: reading.windows.words]
         torn = ""
-        if not reading.error and not np.array_equal(before, after):
-            at = reading.blocks.remote - first
-            changed = reading.blocks.remote[before[at] != after[at]]
+        if not reading.error and not np.array_equal(after, reading.before):
+            places = reading.windows.places(reading.blocks.remote)
+            changed = reading.blocks.remote[after[places] != reading.before[places]]
             if len(changed):
                 torn = f"{len(changed)} blocks were given away while they were read, the first is {changed[0]}"
         self._end(reading, torn)
 
     def _end(self, reading: _Reading, torn: str = "") -> None:
+        if reading.generations is not None:
+            self._head.leave(reading.generations)
         reading.scratch.in_use = False
         self._reads.pop(reading.read_id, None)
         if reading.error:
@@ -368,7 +369,3 @@ class NixlTransport:
             reading.error = reading.error or self.broken
             for rank in list(reading.waiting - {0}):
                 self._part_ended(reading, rank, self.broken)
-
-
-def _row(address: int, size_bytes: int) -> Descriptors:
-    return np.array([[address, size_bytes, 0]], dtype=np.uint64)

@@ -37,10 +37,9 @@ def _crash(summary: KvSummary, arms: list[KvArm]) -> str:
         return ""
     crashes = "D's crash" if left.crashes == 1 else f"{left.crashes} crashes of D"
     blocks = words.plural(left.blocks, "block")
-    who = "the lease design" if first.must_pass else first.title.lower()
     verb = "still held" if left.standing else "freed its"
     after = f"after {words.duration(ours)}" if left.standing else f"in {words.duration(ours)}"
-    told = f"After {crashes} {who} {verb} {blocks} {after}"
+    told = f"After {crashes} {_who(first)} {verb} {blocks} {after}"
     other = summary.runs.get(summary.ratio_of)
     if other is not None and summary.ratio_reclaim is not None:
         told += f"; {_theirs(other, summary.ratio_reclaim)}"
@@ -58,6 +57,10 @@ def _theirs(other: KvArm, ratio: float) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
+
+
+def _who(arm: KvArm) -> str:
+    return _timeout(arm) if arm.extension_s is None else "the lease design"
 
 
 def _timeout(arm: KvArm) -> str:
@@ -82,7 +85,7 @@ def _turns(arms: list[KvArm]) -> str:
 
 
 def _turns_of(arm: KvArm) -> str:
-    return "without correction" if not arm.corrected else f"under {_timeout(arm)}"
+    return f"under {_who(arm)}" if arm.corrected else "without correction"
 
 
 def _misjudged(arm: KvArm) -> str:
@@ -94,9 +97,8 @@ def _queue(arms: list[KvArm]) -> str:
     first = arms[0]
     if not first.leases.granted or (not first.waiting_max and len(arms) < 2):
         return ""
-    who = "the lease design" if first.must_pass else first.title.lower()
     waited = f"with up to {first.waiting_max:,.0f} requests waiting on D, " if first.waiting_max else ""
-    told = f"{waited}{who} {_freed(first)}"
+    told = f"{waited}{_who(first)} {_freed(first)}"
     others = [f"{_timeout(arm)} {_freed(arm)}{_again(arm)}" for arm in arms[1:] if arm.leases.freed_early]
     return "; ".join([told[0].upper() + told[1:], *others])
 

@@ -104,16 +104,16 @@ def _differ(runs: list[RunFolder]) -> list[str]:
 def _comparable(part: dict[str, Any]) -> dict[str, Any]:
     """Leave out what runs of one page are meant to differ in: their design, and the timeout of the old one."""
     found = dict(part)
-    for path in (("terms",), ("scenario", "kv")):
-        inner: Any = found
-        for name in path:
-            inner = inner.get(name) if isinstance(inner, dict) else None
-        if isinstance(inner, dict):
-            found[".".join(path)] = {key: value for key, value in inner.items() if key not in OF_THE_DESIGN}
-    found.pop("terms", None)
-    if isinstance(found.get("scenario"), dict):
-        found["scenario"] = {key: value for key, value in found["scenario"].items() if key != "kv"}
+    if "terms" in found:
+        found["terms"] = _without_design(found["terms"])
+    scenario = found.get("scenario")
+    if isinstance(scenario, dict):
+        found["scenario"] = scenario | {"kv": _without_design(scenario.get("kv"))}
     return found
+
+
+def _without_design(terms: Any) -> Any:
+    return {k: v for k, v in terms.items() if k not in OF_THE_DESIGN} if isinstance(terms, dict) else terms
 
 
 def _ratio(arms: list[KvArm]) -> tuple[float | None, str]:

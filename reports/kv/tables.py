@@ -151,7 +151,7 @@ def load_rows(arms: list[KvArm]) -> list[Row]:
         row(arms, "Failed", "each is computed again, or fails its request, by policy", "loads.failed"),
         row(arms, "Tokens computed again", "on decode engines, because a load failed", "recomputed_tokens"),
         percentile_row(arms, "Waited", "destination there → read begins", "loads.waited_ms"),
-        percentile_row(arms, "of it, handshake", "once for all loads from an engine", "loads.handshake_ms"),
+        percentile_row(arms, "Handshake", "part of the wait of the first load from an engine", "loads.handshake_ms"),
         percentile_row(arms, "Read", "the blocks themselves, and their generations", "loads.read_ms"),
         percentile_row(arms, "Read, bytes/s", "of a read; p99: of the fastest", "loads.bytes_per_s", words.speed),
         row(arms, "Read in all", "by all readers", "loads.bytes_read", words.size),

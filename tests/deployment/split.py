@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -22,12 +23,14 @@ from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.oracle import Weights, expected_answers
 from reference_impl.realclock import now_ns
+from reference_impl.router.protocol import HOLD_PATH, TOKEN_HEADER, TOKEN_VARIABLE
 from reference_impl.rules.clock import s_to_ns
 from reference_impl.rules.events import Event, EventKind
 from tests.waiting import until
 
 T = TypeVar("T")
 LIMIT_S: Final = 20.0
+TOKEN: Final = "token of a test"
 POLL_S: Final = 0.01
 KEEP: Final = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -136,7 +139,7 @@ class Client:
 
     async def post(self, worker_id: str, body: object, path: str = "/v1/completions") -> Answered:
         """Send a body (bytes are sent as they are) and return the whole answer."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         url = await self.at(worker_id) + path
         async with self.session.post(url, data=data, headers={"Content-Type": "application/json"}) as response:
             return Answered(response.status, await response.read(), dict(response.headers))
@@ -172,6 +175,12 @@ class Client:
     def right(self, prompt: list[int], tokens: int) -> list[int]:
         """Return what the oracle answers."""
         return right_answer(prompt, tokens, self.weights)
+
+    async def hold(self, seconds: float, requests: int) -> None:
+        """Have the router keep the next hand-offs to itself for a while."""
+        order = {"seconds": seconds, "requests": requests}
+        async with self.session.post(self.url + HOLD_PATH, json=order, headers={TOKEN_HEADER: TOKEN}) as response:
+            assert response.status == 200
 
     async def metrics(self, worker_id: str) -> dict[str, float]:
         """Return an engine's metrics by name, without labels."""
@@ -228,12 +237,35 @@ async def eventually(condition: Callable[[], Awaitable[T]], timeout_s: float, wh
         await asyncio.sleep(POLL_S)
 
 
-class Split:
+class History:
+    """What the processes that write their events to `folder` have said."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def events(self, *kinds: EventKind) -> list[Event]:
+        """Return the events of all processes, in order."""
+        lines = [line for path in self._folder.glob("*.jsonl") for line in path.read_bytes().splitlines()]
+        events = [msgspec.json.decode(line, type=Event) for line in lines if line.endswith(b"}")]
+        return sorted((e for e in events if not kinds or e.kind in kinds), key=lambda e: e.t_ns)
+
+    def event_of(self, kind: EventKind, subject: str, timeout_s: float = LIMIT_S) -> Event:
+        """Wait for one event of a kind and a subject, and return it."""
+
+        def found() -> Event | None:
+            return next((e for e in self.events(kind) if e.subject == subject), None)
+
+        event = until(found, timeout_s, f"{kind} of {subject}")
+        assert event is not None
+        return event
+
+
+class Split(History):
     """A deployment that serves."""
 
     def __init__(self, said: Announcement, folder: Path) -> None:
+        super().__init__(folder / "parts")
         self.said = said
-        self.folder = folder
 
     def client(self) -> Client:
         """Return a client of the router and of each engine; use it as an async context."""
@@ -269,22 +301,6 @@ class Split:
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    def events(self, *kinds: EventKind) -> list[Event]:
-        """Return what all processes have said, in order."""
-        lines = [line for path in (self.folder / "parts").glob("*.jsonl") for line in path.read_bytes().splitlines()]
-        events = [msgspec.json.decode(line, type=Event) for line in lines if line.endswith(b"}")]
-        return sorted((e for e in events if not kinds or e.kind in kinds), key=lambda e: e.t_ns)
-
-    def event_of(self, kind: EventKind, subject: str, timeout_s: float = LIMIT_S) -> Event:
-        """Wait for one event of a kind and a subject, and return it."""
-
-        def found() -> Event | None:
-            return next((e for e in self.events(kind) if e.subject == subject), None)
-
-        event = until(found, timeout_s, f"{kind} of {subject}")
-        assert event is not None
-        return event
-
 
 @contextmanager
 def split(folder: Path, *options: str, profile: str = PACED) -> Iterator[Split]:
@@ -296,7 +312,10 @@ def split(folder: Path, *options: str, profile: str = PACED) -> Iterator[Split]:
     command += ["--folder", str(folder), "--announce", "--end-with-stdin", "--probe-silent-s", "60", *options]
     with (
         (folder / "deployment.log").open("wb") as log,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log) as child,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            env=os.environ | {TOKEN_VARIABLE: TOKEN},
+        ) as child,
     ):
         try:
             assert child.stdout is not None
@@ -314,6 +333,7 @@ def lone_engine(folder: Path, role: str, terms: dict[str, object], *options: str
     (folder / "profile.toml").write_text(PACED)
     command = [sys.executable, "-m", "reference_impl.engine.cli", "--role", role, "--announce", *options]
     command += ["--profile", str(folder / "profile.toml"), "--kv-transfer-config", json.dumps(terms)]
+    command += ["--events", str(folder / f"{role}-{terms.get('kv_load_failure_policy')}.jsonl")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None

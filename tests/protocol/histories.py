@@ -6,7 +6,8 @@ import random
 
 import msgspec
 
-from reference_impl.rules.terms import LoadPolicy
+from reference_impl.rules.terms import LeaseDesign, LoadPolicy
+from reference_impl.transport.memory import ReadPlan
 from tests.protocol.world import (
     ANSWER_MAX,
     MS,
@@ -16,6 +17,7 @@ from tests.protocol.world import (
     TERMS,
     Faults,
     Leg,
+    S,
     World,
     library,
 )
@@ -24,14 +26,15 @@ RANKS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 TURNS_MIN, TURNS_MAX = 10, 36
 """Steps of a history before it is healed."""
 
-LOSSY = Faults(lost=0.15, repeated=0.15, late=0.05, damaged=0.02)
-BAD_DATA = Faults(slow_reads=0.15, bad_reads=0.15, aborts=0.05)
-CLIENTS = Faults(held=0.2, reused=0.3, rejected=0.1, aborts=0.1)
-CRASHES = Faults(crashes=0.05, bad_handshakes=0.15, reused=0.1)
-FROZEN = Faults(frozen=0.1, slow_reads=0.1)
+LOSSY = Faults(lost=0.15, repeated=0.15, late=0.05, damaged=0.02, evictions=0.3)
+BAD_DATA = Faults(slow_reads=0.15, bad_reads=0.15, aborts=0.05, evictions=0.5)
+CLIENTS = Faults(held=0.2, reused=0.3, rejected=0.1, aborts=0.1, evictions=0.3)
+CRASHES = Faults(crashes=0.05, bad_handshakes=0.15, reused=0.1, evictions=0.2)
+FROZEN = Faults(frozen=0.1, slow_reads=0.2, evictions=0.5)
 ALL = Faults(
     lost=0.08, repeated=0.08, late=0.04, damaged=0.01, slow_reads=0.08, bad_reads=0.08, bad_handshakes=0.08, held=0.1,
     reused=0.15, rejected=0.05, crashes=0.02, frozen=0.03, aborts=0.06,
+    evictions=0.3,
 )  # fmt: skip
 TIGHT = msgspec.structs.replace(PROFILE, reserve=False, kv_blocks=20, requests_max=4)
 """Answers grow block by block, and there are too few: the newest is preempted."""
@@ -46,6 +49,7 @@ def make(
     terms = msgspec.structs.replace(
         TERMS,
         bidirectional_kv_xfer=chance.random() < 0.5 if two_turns is None else two_turns,
+        design=LeaseDesign.SINGLE_TIMEOUT if two_turns is None and chance.random() < 0.1 else LeaseDesign.LEASE,
         kv_load_failure_policy=LoadPolicy.FAIL if chance.random() < 0.25 else LoadPolicy.RECOMPUTE,
     )
     profile = TIGHT if chance.random() < 0.25 else PROFILE
@@ -74,7 +78,7 @@ def happen(world: World, rate: float = 0.16) -> None:
     """Let clients and faults do something, or nothing."""
     faults = world.faults
     if world.happens(rate):
-        readers, turns = world.chance.choice([1, 1, 1, 2, 3]), world.chance.choice([1, 1, 2])
+        readers, turns = world.chance.choice([1, 1, 1, 2, 3]), world.chance.choice([1, 2, 3])
         answer = world.between(1, 4) if world.profile.reserve else ANSWER_MAX
         world.arrive(world.chance.choice(library()), answer, readers=readers, turns=turns)
     if world.legs and world.happens(faults.aborts):
@@ -94,9 +98,48 @@ def run_samples(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | Non
         prompt = world.chance.choice(library())
         world.arrive(prompt, 20, readers=world.between(2, 4))
     for _ in range(400):
+        if world.happens(world.faults.frozen):
+            world.freeze(world.prefills[0], world.between(300 * MS, 5000 * MS))
         world.step(world.between(20 * MS, STEP_MAX_NS))
         if world.broken or not (world.legs or world.open_jobs):
             break
+    if not world.broken:
+        world.drain()
+    return world
+
+
+def run_sessions(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = NO_FAULTS) -> World:
+    """Run a history of a few sessions of three turns, in which nothing is found in a cache."""
+    terms = msgspec.structs.replace(TERMS, bidirectional_kv_xfer=True)
+    faults = msgspec.structs.replace(faults or NO_FAULTS, evictions=1.0)
+    world = World(seed, ranks=ranks, engines=(1, 1), terms=terms, faults=faults)
+    for _ in range(4):
+        world.arrive(world.chance.choice(library()), world.between(1, 4), turns=3)
+    for _ in range(400):
+        if world.happens(world.faults.frozen):
+            world.freeze(world.chance.choice(world.slots), world.between(300 * MS, 5000 * MS))
+        world.step(world.between(20 * MS, STEP_MAX_NS))
+        if world.broken or not (world.legs or world.open_jobs):
+            break
+    if not world.broken:
+        world.drain()
+    return world
+
+
+def run_stopped_reader(seed: int, ranks: tuple[int, int] = (1, 1), faults: Faults | None = NO_FAULTS) -> World:
+    """Run a history in which the reader is stopped from the start of its read until long after the lease's end."""
+    world = World(seed, ranks=ranks, engines=(1, 1), faults=faults or NO_FAULTS)
+    world.calm = False
+    world.network.read_policy = lambda _reader, _holder: ReadPlan(world.between(3500 * MS, 4500 * MS))
+    world.arrive(world.chance.choice(library()), 4)
+    for _ in range(200):
+        world.step(20 * MS)
+        reader = world.decodes[0].engine
+        if world.broken or (reader is not None and reader.transport._reads):
+            break
+    world.freeze(world.decodes[0], 6 * S)
+    for _ in range(70):
+        world.step(100 * MS)
     if not world.broken:
         world.drain()
     return world

@@ -58,6 +58,9 @@ class Watch:
         """By holder and request."""
         self._early_reports: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         self._reads: dict[tuple[str, int], _Reading] = {}
+        self._read_ends: dict[tuple[str, str], int] = {}
+        """By reader and its request: when its read ends."""
+        self._lease_ends: dict[tuple[str, str], int] = {}
         self._loading: dict[tuple[str, str], int] = {}
         self._trouble: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._up: dict[tuple[str, str], int] = {}
@@ -191,6 +194,7 @@ class Watch:
     def _lease_over(self, engine: Engine, request_id: str, *, expired: bool, how: str) -> None:
         """A lease ends: once (S4), by all its readers (S3), and not while one of them queues (L2)."""
         now = self._world.network.now_ns
+        self._lease_ends[engine.engine_id, request_id] = now
         grant = self._grants[engine.engine_id].pop(request_id, None)
         if grant is None:
             self.breach("S4", f"{request_id} ends, and held no lease")
@@ -245,6 +249,10 @@ class Watch:
         leg = engine.legs.get(request_id)
         if leg is None or leg.load is None:
             return
+        read_ns = self._read_ends.get((engine.engine_id, request_id), 0)
+        over_ns = self._lease_ends.get((leg.load.engine_id, leg.load.request_id), read_ns)
+        if over_ns < read_ns:
+            self.breach("S2", f"{request_id} uses what it read {(read_ns - over_ns) / S:.3f} s after the lease's end")
         grant = self._grants[leg.load.engine_id].get(leg.load.request_id)
         holder = next((e for e in self._world.engines if e.engine_id == leg.load.engine_id), None)
         if grant is None or holder is None:
@@ -305,6 +313,9 @@ class Watch:
             generations = [int(engine.generations[b]) for b in local]
             if known is None:
                 self._reads[engine.engine_id, read_id] = _Reading(local, generations)
+                load = consumer._reads.get(read_id)
+                ends_ns = self._world.network.now_ns + reading.plan.takes_ns
+                self._read_ends[engine.engine_id, load.request_id if load else ""] = ends_ns
             elif generations != known.generations:
                 self.breach("S6", f"a destination of read {read_id} of {engine.engine_id} was given to another request")
             if any(not engine.core.pool.references(b) for b in local):

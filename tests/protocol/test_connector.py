@@ -355,3 +355,28 @@ def test_what_is_to_be_said_keeps_an_idle_engine_looking() -> None:
     prefill.connector.poll(prefill.clock.now_ns())
     assert prefill.core.pool.held == 0
     assert not prefill.connector.busy
+
+
+def test_a_holder_that_gives_up_on_an_engine_still_hears_it() -> None:
+    """L2: in two-turn mode both sides read, and one that cannot reach the other as a reader is still its holder."""
+    world = small(TWO_TURNS)
+    prefill, decode = engines(world)
+    job = prefilled(world)
+    decoded(world, prefilled(world))
+    prefill.connector.consumer.arrive("x", turn_of(decode), "", prefill.clock.now_ns())
+    prefill.shaker._there = lambda engine_id, *_: prefill.shaker._fail(engine_id, False, "refused")  # type: ignore[method-assign]
+    pass_time(world, 0.1)
+    prefill.connector.consumer.lost(decode.engine_id, "refused")
+    pass_time(world, 0.1)
+    world.decode(job)
+    pass_time(world, 2.0)
+    assert prefill.transport.strangers == 0
+    prefill.connector.consumer.abort("x")
+
+
+def turn_of(engine: Engine) -> HandOff:
+    """A hand-off of a turn that an engine may once have held."""
+    return HandOff(
+        engine_id=engine.engine_id, request_id=f"{engine.engine_id}/0", host=HOST, port=engine.slot.port, blocks=[1],
+        tokens=16, ranks=1, expiry_ns=engine.clock.now_ns() + 5 * S,
+    )  # fmt: skip

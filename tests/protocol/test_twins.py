@@ -21,16 +21,21 @@ from reference_impl.rules.heartbeat import HeartbeatTracker
 from reference_impl.rules.leases import Lease, LeaseTable
 from reference_impl.rules.messages import Claim
 from reference_impl.rules.producer import Producer
+from reference_impl.rules.terms import KvTerms
 from reference_impl.transport.base import RankAddress
 from reference_impl.transport.memory import MemoryTransport, _Reading
 from reference_impl.transport.plan import block_list, pieces
 from tests.protocol import histories
-from tests.protocol.histories import ALL, BAD_DATA, CLIENTS, FROZEN, LOSSY
+from tests.protocol.histories import ALL, BAD_DATA, LOSSY
 from tests.protocol.world import NO_FAULTS, Faults, World
 
 SEEDS = 60
 """So many histories a twin may survive. Most fall in the first five."""
 Patch = pytest.MonkeyPatch
+SLOW = Faults(slow_reads=0.5, reused=0.3)
+HELD = Faults(held=0.8)
+REUSED = Faults(reused=0.9, held=0.3, evictions=1.0)
+STOPS = Faults(frozen=0.2, slow_reads=0.7, evictions=1.0)
 
 
 def caught(
@@ -60,7 +65,7 @@ def test_expiry_that_looks_at_the_first_lease_only() -> None:
         self.end(first.request_id)
         return [first]
 
-    caught(lambda patch: patch.setattr(LeaseTable, "expire", expire), ("L1",), faults=LOSSY)
+    caught(lambda patch: patch.setattr(LeaseTable, "expire", expire), ("L1",), faults=HELD, run=histories.run_samples)
 
 
 def test_a_deadline_that_is_not_rebased() -> None:
@@ -71,7 +76,7 @@ def test_a_deadline_that_is_not_rebased() -> None:
     def moment(self: Producer, engine_id: str, message: Claim, now_ns: int) -> None:
         claim(self, engine_id, message, 0)  # so that the lease is kept until 0 + `within_ns`
 
-    caught(lambda patch: patch.setattr(Producer, "_claim", moment), ("S1",), faults=CLIENTS)
+    caught(lambda patch: patch.setattr(Producer, "_claim", moment), ("S1",), faults=SLOW, run=histories.run_sessions)
 
 
 def test_the_readers_own_id_in_messages() -> None:
@@ -154,11 +159,6 @@ def test_done_when_the_head_ranks_part_is_done(ranks: tuple[int, int]) -> None:
     caught(lambda patch: patch.setattr(MemoryTransport, "read", read), ("XFER-001", "S6"), ranks=ranks)
 
 
-def turns(seed: int, ranks: tuple[int, int], faults: Faults | None) -> World:
-    """A history in two-turn mode."""
-    return histories.run(seed, ranks, faults, two_turns=True)
-
-
 def test_an_offset_with_the_wrong_sign() -> None:
     """KVC-CLK-002."""
     estimate = clocksync._estimate
@@ -167,20 +167,29 @@ def test_an_offset_with_the_wrong_sign() -> None:
         right = estimate(*of)
         return Estimate(-right.offset_ns, right.error_ns)
 
-    caught(lambda patch: patch.setattr(clocksync, "_estimate", wrong), ("C2",), run=turns, faults=NO_FAULTS)
+    caught(
+        lambda patch: patch.setattr(clocksync, "_estimate", wrong),
+        ("C2",),
+        run=histories.run_sessions,
+        faults=NO_FAULTS,
+    )
 
 
 def test_no_clock_correction() -> None:
     """KVC-CLK-002: the terms can switch it off, to show what it is for."""
-    made = histories.make
 
-    def uncorrected(*of: Any, **named: Any) -> World:
-        world = made(*of, **named)
-        for engine in world.engines:
-            engine.connector.consumer.terms = msgspec.structs.replace(world.terms, clock_correction=False)
-        return world
+    def wrong(terms: KvTerms, **changes: Any) -> KvTerms:
+        return (
+            replace(terms, clock_correction=False, **changes)
+            if isinstance(terms, KvTerms)
+            else replace(terms, **changes)
+        )
 
-    caught(lambda patch: patch.setattr(histories, "make", uncorrected), ("C2",), run=turns, faults=NO_FAULTS)
+    replace = msgspec.structs.replace
+    caught(
+        lambda patch: patch.setattr(msgspec.structs, "replace", wrong), ("C2",), faults=NO_FAULTS,
+        run=histories.run_sessions,
+    )  # fmt: skip
 
 
 def test_a_margin_of_nothing_and_an_error_that_is_not_taken_off() -> None:
@@ -189,7 +198,7 @@ def test_a_margin_of_nothing_and_an_error_that_is_not_taken_off() -> None:
     def twin(patch: Patch) -> None:
         patch.setattr(consumer, "TURN_MARGIN_NS", -(10**12))
 
-    caught(twin, ("C2",), run=turns, faults=NO_FAULTS)
+    caught(twin, ("C2",), run=histories.run_sessions, faults=NO_FAULTS)
 
 
 def test_release_at_expiry_while_a_read_runs() -> None:
@@ -202,7 +211,7 @@ def test_release_at_expiry_while_a_read_runs() -> None:
         lease.reading.add(reader)
         return True
 
-    caught(lambda patch: patch.setattr(LeaseTable, "claim", claim), ("S1",), faults=CLIENTS)
+    caught(lambda patch: patch.setattr(LeaseTable, "claim", claim), ("S1",), faults=SLOW, run=histories.run_sessions)
 
 
 def test_forgetting_who_reads() -> None:
@@ -211,7 +220,7 @@ def test_forgetting_who_reads() -> None:
     def done(self: Lease) -> bool:
         return len(self.reported) >= self.readers
 
-    caught(lambda patch: patch.setattr(Lease, "done", property(done)), ("S1",), faults=CLIENTS)
+    caught(lambda patch: patch.setattr(Lease, "done", property(done)), ("S1",), faults=REUSED)
 
 
 def test_expiry_that_is_judged_before_the_inbox_is_read() -> None:
@@ -222,16 +231,19 @@ def test_expiry_that_is_judged_before_the_inbox_is_read() -> None:
         step(self, [], now_ns)
         return step(self, inbox, now_ns)
 
-    caught(lambda patch: patch.setattr(Producer, "step", hasty), ("L2", "S1"), faults=FROZEN)
+    caught(lambda patch: patch.setattr(Producer, "step", hasty), ("L2",), faults=STOPS, run=histories.run_samples)
 
 
 def test_a_read_that_ends_after_its_limit_counts_as_done() -> None:
     """S2: the reader was stopped meanwhile, and the holder has waited no longer than it was asked to."""
 
-    def never(_self: Consumer, _load: Any) -> int:
-        return 10**30
+    ended = Consumer.ended
 
-    caught(lambda patch: patch.setattr(Consumer, "_read_deadline_ns", never), ("S2", "S1", "L3"), faults=FROZEN)
+    def careless(self: Consumer, read_id: int, problem: str, now_ns: int, *, torn: bool = False) -> None:
+        load = self._reads.get(read_id)
+        ended(self, read_id, problem, load.claimed_ns if load and not problem else now_ns, torn=torn)
+
+    caught(lambda patch: patch.setattr(Consumer, "ended", careless), ("S2",), run=histories.run_stopped_reader)
 
 
 def test_a_destination_that_is_free_at_the_abort() -> None:

@@ -73,10 +73,14 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Hand-offs that a client uses twice."""
     rejected: float = 0.0
     """Requests that the decode side refuses at its door."""
+    evictions: float = 0.0
+    """Engines that have lost their prefix cache when a request comes, so that it has to be read."""
     crashes: float = 0.0
+    """Engines that die in one turn of the history."""
     frozen: float = 0.0
+    """Engines that are stopped for a while."""
     aborts: float = 0.0
-    """Of an engine, an engine and a request, in one turn of the history."""
+    """Requests that are aborted."""
 
 
 NO_FAULTS = Faults()
@@ -475,6 +479,8 @@ class World:
         request_id = f"{engine.engine_id}/{self._names}"
         self.note(engine.engine_id, "request", request_id, job=job.name, prompt=len(job.prompt))
         asked = parse(json.loads(json.dumps(params)), block_tokens=BLOCK_TOKENS, hosts=(HOST,))
+        if self.happens(self.faults.evictions):
+            engine.core.pool.forget()
         try:
             sequence = engine.connector.submit(request_id, job.prompt, answer_tokens, asked, engine.clock.now_ns())
         except (ValueError, BadHandOff) as error:
@@ -518,7 +524,7 @@ class World:
         if params is None:
             return
         for _ in range(job.readers):
-            hold_ns = self.between(0, 5 * S) if self.happens(self.faults.held) else self.short_delay()
+            hold_ns = self._about(self.terms.first_ns) if self.happens(self.faults.held) else self.short_delay()
             tokens = self.profile.context_tokens_max if self.happens(self.faults.rejected) else None
             self._later(hold_ns, partial(self.decode, job, tokens))
             if self.happens(self.faults.reused):
@@ -535,11 +541,18 @@ class World:
         if len(prompt) + ANSWER_MAX > self.profile.context_tokens_max or load is None:
             return
         after = Job(job.name + "+", prompt, job.answer_tokens, 1, job.turns_left - 1, load=load)
-        wait_ns = self.chance.choice([self.between(0, ttl_ns // 2), self.between(ttl_ns * 9 // 10, ttl_ns * 11 // 10)])
+        wait_ns = self.chance.choice([self.between(0, ttl_ns // 2), self._about(ttl_ns)])
         if self.happens(0.3):
             self._later(min(wait_ns, self.between(0, ttl_ns)), partial(self._renew, leg, after))
             wait_ns += self.between(0, ttl_ns)
         self._later(wait_ns, partial(self.prefill, after))
+
+    def _about(self, end_ns: int) -> int:
+        """Draw a time around an end: long before, shortly before, or after it."""
+        before_ns = min(end_ns, S)
+        return self.chance.choice(
+            [self.between(0, end_ns), end_ns - self.between(0, before_ns), end_ns + self.between(0, end_ns // 2)]
+        )
 
     def _renew(self, leg: Leg, after: Job) -> None:
         """The client keeps its session alive."""

@@ -30,7 +30,8 @@ class Browser:
     """One Chromium with one page. Use as a context manager."""
 
     def __init__(self, binary: str) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="pdproof-chromium-")
+        self._home = tempfile.TemporaryDirectory(prefix="pdproof-chromium-", ignore_cleanup_errors=True)
+        """Its helpers may write for a moment longer than it lives."""
         self._process = subprocess.Popen(
             [binary, *FLAGS, f"--user-data-dir={self._home.name}", "about:blank"],
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,

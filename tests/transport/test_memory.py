@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from reference_impl.content import BLOCK_WORDS
+from reference_impl.transport import plan
 from reference_impl.transport.base import Ended, PeerRefused, ReadResult, Transport
 from reference_impl.transport.memory import MemoryNetwork, MemoryTransport, ReadPlan
-from reference_impl.transport.plan import block_list, descriptors, pieces
+from reference_impl.transport.plan import block_list, descriptors, pieces, windows
 
 BLOCKS = 32
 RANK_PAIRS = list(itertools.product((1, 2, 4, 8), repeat=2))
@@ -243,3 +246,62 @@ def test_neighbouring_blocks_become_one_descriptor() -> None:
     assert len(remote) == len(blocks.remote)
     assert (remote[:, 0] % 4096 == 2048).all()
     assert (remote[:, 1] == 1024).all()
+
+
+@pytest.mark.parametrize("as_given", [list, np.array], ids=["lists", "arrays"])
+def test_blocks_may_be_lists_or_arrays(as_given: Callable[[list[int]], Any]) -> None:
+    blocks = block_list(as_given([7, 3, 4, 9]), as_given([1, 5, 6, 2]), 10, 10)
+    assert blocks.remote.tolist() == [3, 4, 7, 9]
+    assert blocks.local.tolist() == [5, 6, 1, 2]
+    assert (blocks.starts.tolist(), blocks.counts.tolist()) == ([0, 2, 3], [2, 1, 1])
+
+
+def test_an_array_may_be_changed_once_it_is_given(network: MemoryNetwork) -> None:
+    network.read_policy = lambda _r, _h: ReadPlan(takes_ns=100)
+    reader, holder = pair(network)
+    local = np.array([5, 6])
+    reader.read(1, "P", np.array([1, 2]), local)
+    local[:] = 9
+    network.deliver(100)
+    assert (reader.kv[5:7] == holder.kv[1:3]).all()
+    assert (reader.kv[9] != holder.kv[1]).all()
+
+
+@pytest.mark.rule("KVC-XFER-005")
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        np.array([2**63 - 1]),
+        np.array([2**63 - 2, 2**63 - 1, -(2**63)]),  # neighbours, if sums wrap
+        np.array([-1, 0, 1]),
+        np.array([3.0, 4.0]),
+        np.array([[3, 4]]),
+        np.array([3, 4], dtype=np.uint64),
+        [1.5],
+        ["3"],
+        [2**63],
+    ],
+    ids=repr,
+)
+def test_what_are_no_block_numbers_is_refused(blocks: Any) -> None:
+    for sides in ((blocks, [*range(len(blocks))]), ([*range(len(blocks))], blocks)):
+        with pytest.raises(ValueError, match="blocks"):
+            block_list(*sides, 10, 10)
+
+
+def test_windows_hold_every_blocks_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "GAP_BLOCKS_MAX", 3)
+    generations = np.arange(1000, dtype=np.int64) * 7
+    rng = random.Random(1)
+    for number in range(200):
+        remote = sorted(rng.sample(range(1000), rng.randint(1, 60)))
+        remote += remote[-1:] * (number % 2)  # one twice
+        blocks = block_list(remote, rng.sample(range(1000), len(remote)), 1000, 1000)
+        found = windows(blocks)
+        assert (found.firsts[1:] - (found.firsts + found.counts)[:-1] > 3).all()
+        read = np.concatenate(
+            [generations[first : first + count] for first, count in zip(found.firsts, found.counts, strict=True)]
+        )
+        assert len(read) == found.words
+        assert (read[found.places(blocks.remote)] == generations[remote]).all()
+    assert windows(block_list([5, 6, 9, 100], [1, 2, 3, 4], 1000, 1000)).counts.tolist() == [5, 1]

@@ -21,7 +21,8 @@ import pytest
 
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import s_to_ns
-from reference_impl.transport.base import Ended, PeerRefused, RankAddress, ReadResult
+from reference_impl.transport import plan
+from reference_impl.transport.base import BlockNumbers, Ended, PeerRefused, RankAddress, ReadResult
 from tests.memory_service.running import end, read_line
 from tests.transport.holding_engine import packed, shared_pool, unpacked, words_held
 from tests.waiting import until
@@ -79,7 +80,7 @@ class Reader:
         self.received += self.transport.receive()
         return self.transport.poll()
 
-    def read(self, engine_id: str, remote: list[int], local: list[int]) -> Ended:
+    def read(self, engine_id: str, remote: BlockNumbers, local: BlockNumbers) -> Ended:
         """Read, and return how it ended."""
         read_id = next(self._ids)
         self.transport.read(read_id, engine_id, remote, local)
@@ -202,6 +203,23 @@ def test_a_block_given_away_under_a_read_tears_it(ranks: int) -> None:
         assert "the first is 30" in torn.reason
         before_data(reader, lambda: holder.say("raise 50"))  # not one of those read
         assert reader.read(HOLDER, [49, 51], [0, 1]).result is ReadResult.DONE
+
+
+@pytest.mark.rule("KVC-XFER-002")
+def test_a_torn_block_is_found_in_any_window_of_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "GAP_BLOCKS_MAX", 4)
+    remote, local = [*range(10, 20), 22, 100, 300, 301], [*range(14)]
+    with holding() as holder, reading() as reader:
+        reader.transport.add_peer(HOLDER, holder.addresses)
+        assert reader.read(HOLDER, np.array(remote), np.array(local)).result is ReadResult.DONE
+        assert_read(reader, remote, local)
+        for block in (10, 22, 100, 301):
+            before_data(reader, lambda b=block: holder.say(f"raise {b}"))
+            torn = reader.read(HOLDER, np.array(remote), np.array(local))
+            assert (torn.result, f"the first is {block}" in torn.reason) == (ReadResult.TORN, True)
+        for block in (21, 99, 302):  # read along, or not at all
+            before_data(reader, lambda b=block: holder.say(f"raise {b}"))
+            assert reader.read(HOLDER, remote, local).result is ReadResult.DONE
 
 
 def before_data(reader: Reader, act: Callable[[], object]) -> None:
