@@ -174,13 +174,13 @@ def reclaims(run: RunFolder) -> list[Reclaim]:
     leases = [lease for lease in held(run) if not lease.turn and (lease.engine_id, lease.request_id) not in came]
     kills = [
         e for e in run.events_of(EventKind.FAULT_INJECTED)
-        if e.subject in proved and e.detail.get("fault") == "kill" and _reads(run, str(e.detail.get("worker_id", "")))
+        if e.subject in proved and e.detail.get("fault") == "kill" and reads(run, str(e.detail.get("worker_id", "")))
     ]  # fmt: skip
     end_ns = run.events[-1].t_ns if run.events else 0
     return [] if terms is None else [_reclaim(kill, leases, terms, end_ns) for kill in kills]
 
 
-def _reads(run: RunFolder, worker_id: str) -> bool:
+def reads(run: RunFolder, worker_id: str) -> bool:
     """Whether a worker reads the prefills of others, as far as the manifest tells."""
     roles = run.manifest.configuration.get("roles")
     return not isinstance(roles, dict) or roles.get(worker_id) != "prefill"

@@ -15,7 +15,7 @@ from harness.checks.recovery import every_kill_recovers
 from harness.checks.redundancy import redundancy_is_restored
 from harness.checks.resources import nothing_is_left, resources_return
 from harness.checks.turns import turns_are_judged_rightly
-from harness.holding import terms_of
+from harness.holding import reads, terms_of
 from harness.run_folder import RunFolder
 from harness.scenario import FaultKind
 from harness.verdicts import CheckResult, Verdict, worst
@@ -40,6 +40,8 @@ CHECKS: Final[dict[str, Check]] = {
 """By name, in the order in which a reader wants them."""
 OF_KILLS: Final = {"recovery", "one-awake", "redundancy", "reclaim"}
 """Checks that only a scenario with kills can answer."""
+OF_KILLED_READERS: Final = {"reclaim"}
+"""Checks that only a scenario which kills a decode engine can answer."""
 OF_MOVING_KV: Final = {"leases-kept", "reclaim", "turns", "all-free"}
 """Checks that only a run in which KV moves between engines can answer."""
 
@@ -47,8 +49,11 @@ OF_MOVING_KV: Final = {"leases-kept", "reclaim", "turns", "all-free"}
 def applicable(run: RunFolder) -> dict[str, Check]:
     """Return the checks that this run can answer: the others have no subject in it."""
     moves = terms_of(run) is not None
-    kills = any(phase.fault is not None and phase.fault.kind is FaultKind.KILL for phase in scenario_of(run).phases)
-    left_out = (set() if kills else OF_KILLS if moves else set()) | (set() if moves else OF_MOVING_KV)
+    faults = [phase.fault for phase in scenario_of(run).phases if phase.fault is not None]
+    killed = [fault.worker for fault in faults if fault.kind is FaultKind.KILL]
+    left_out = (set() if killed else OF_KILLS if moves else set()) | (set() if moves else OF_MOVING_KV)
+    if not any(reads(run, worker_id) for worker_id in killed):
+        left_out |= OF_KILLED_READERS
     return {name: check for name, check in CHECKS.items() if name not in left_out}
 
 

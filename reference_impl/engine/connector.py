@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from reference_impl.content import Ints
+from reference_impl.content import BLOCK_TOKENS, Ints
 from reference_impl.engine.core import EngineCore, Sequence
 from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.clocksync import Sample
@@ -114,6 +114,8 @@ class Connector:
         """Destinations that a transfer may still land in (S6)."""
         self._guests: OrderedDict[str, None] = OrderedDict()
         """Peers that have shaken hands with us, the one heard last at the end."""
+        self._unreachable: set[str] = set()
+        """Those of them that a message did not reach: they are made known anew when they shake hands again."""
 
     # Requests.
 
@@ -199,7 +201,9 @@ class Connector:
             return None
         turn = not asked.keep
         tokens = sequence.prompt_tokens if asked.keep else sequence.prompt_tokens + sequence.output_tokens - 1
-        blocks, sequence.held_blocks = sequence.held_blocks, []
+        blocks = sequence.held_blocks[: -(-tokens // BLOCK_TOKENS)]
+        sequence.held_blocks = sequence.held_blocks[len(blocks) :]  # an answer of more than the one token asked for
+        self._let_go(sequence)
         content = fingerprint(sequence.tokens[:tokens], blocks)
         if turn:
             lease = self.producer.grant_turn(sequence.request_id, blocks, content=content, now_ns=now_ns)
@@ -213,9 +217,10 @@ class Connector:
 
     def renew(self, handoff: HandOff, now_ns: int) -> dict[str, Any] | None:
         """Keep a turn's blocks longer (KVC-CLK-007); return the new hand-off, None if the blocks are gone."""
-        lease = self.producer.renew(handoff.request_id, now_ns)
-        if lease is None:
+        kept = self.producer.leases.get(handoff.request_id)
+        if kept is None or kept.blocks != handoff.blocks or self.producer.renew(kept.request_id, now_ns) is None:
             return None
+        lease = kept
         self._say(EventKind.TURN_RENEWED, handoff.request_id, duration_s=(lease.deadline_ns - now_ns) / 1e9)
         return self._hand_off(handoff.request_id, lease.blocks, handoff.tokens, lease.deadline_ns).params()
 
@@ -233,6 +238,9 @@ class Connector:
 
     def welcome(self, engine_id: str, addresses: list[RankAddress]) -> None:
         """Take up a peer that has shaken hands with us, so that it can be answered. Raises PeerRefused."""
+        if engine_id in self._unreachable:
+            self._unreachable.discard(engine_id)
+            self._transport.remove_peer(engine_id)  # what is known of it leads nowhere
         self._transport.add_peer(engine_id, addresses)
         self._heard(engine_id)
         while len(self._guests) > GUESTS_MAX:
@@ -245,6 +253,7 @@ class Connector:
     def _let_leave(self, engine_id: str) -> None:
         """Forget a peer that reads from us, unless we read from it as well."""
         self._guests.pop(engine_id, None)
+        self._unreachable.discard(engine_id)
         if engine_id not in self.consumer.peers:
             self._transport.remove_peer(engine_id)
 
@@ -281,7 +290,7 @@ class Connector:
     def _take(self, shaken: Shaken, now_ns: int) -> None:
         engine_id = shaken.engine_id
         if shaken.measured:
-            self.consumer.measured(engine_id, shaken.samples)
+            self.consumer.measured(engine_id, shaken.samples, now_ns)
             return
         problem = shaken.problem
         if not problem:
@@ -328,7 +337,7 @@ class Connector:
                 sent = self._transport.send(action.engine_id, action.data)
                 self.consumer.sent(action, now_ns, ok=sent)
                 if not sent and action.engine_id in self._guests:
-                    self._let_leave(action.engine_id)
+                    self._unreachable.add(action.engine_id)  # but still heard, if it speaks (L2)
             case Read():
                 self._transport.read(action.read_id, action.engine_id, action.remote_blocks, action.local_blocks)
             case Cancel():

@@ -73,7 +73,7 @@ class BackgroundShaker:
 
     async def _measure(self, engine_id: str, host: str, port: int) -> None:
         try:
-            sample = await self._client.ping(host, port, LIMIT_S)
+            sample = await self._client.ping(host, port, engine_id, LIMIT_S)
         except HandshakeFailed as error:
             self._results.append(Shaken(engine_id=engine_id, problem=str(error), measured=True))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Final
 
 import msgspec
@@ -12,6 +13,9 @@ from reference_impl.rules.terms import KvTerms
 PROTOCOL_VERSION: Final = 1
 RANKS: Final = (1, 2, 4, 8)
 """How many ranks an engine may have: a block's eight head groups are shared out evenly."""
+
+AGREED_TERMS: Final = ("design", "kv_lease_duration", "bidirectional_kv_xfer", "decoder_kv_blocks_ttl", "read_limit")
+"""Terms that both sides must have alike (C3): each acts on what the other one promises."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_CHARS_MAX)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -52,12 +56,11 @@ def incompatible(mine: Hello, theirs: Hello) -> str:
         "model": (mine.model, theirs.model),
         "block_tokens": (mine.block_tokens, theirs.block_tokens),
         "block_bytes": (mine.block_bytes, theirs.block_bytes),
-        "design": (mine.terms.design.value, theirs.terms.design.value),
-        "bidirectional_kv_xfer": (mine.terms.bidirectional_kv_xfer, theirs.terms.bidirectional_kv_xfer),
+        **{name: (getattr(mine.terms, name), getattr(theirs.terms, name)) for name in AGREED_TERMS},
     }
     for field, (ours, other) in pairs.items():
         if ours != other:
-            return f"{field} differs: {ours!r} here, {other!r} there"
+            return f"{field} differs: {_shown(ours)} here, {_shown(other)} there"
     for hello in (mine, theirs):
         if hello.ranks not in RANKS:
             return f"ranks must be one of {RANKS}, and {hello.engine_id} has {hello.ranks}"
@@ -68,3 +71,7 @@ def incompatible(mine: Hello, theirs: Hello) -> str:
     if mine.engine_id == theirs.engine_id:
         return f"engine_id is the same on both sides: {mine.engine_id!r}"
     return ""
+
+
+def _shown(value: object) -> str:
+    return repr(value.value if isinstance(value, enum.Enum) else value)

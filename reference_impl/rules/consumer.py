@@ -22,7 +22,7 @@ from reference_impl.rules.clocksync import Estimate, Sample, left_ns
 from reference_impl.rules.handoff import HandOff
 from reference_impl.rules.heartbeat import HeartbeatTracker
 from reference_impl.rules.messages import Answer, Claim, Heartbeat, How, Report
-from reference_impl.rules.peers import MEASURE_PAUSE_NS, Link, Peer
+from reference_impl.rules.peers import FORGET_IDLE_NS, MEASURE_PAUSE_NS, Link, Peer
 from reference_impl.rules.producer import Send
 from reference_impl.rules.terms import KvTerms
 
@@ -197,7 +197,9 @@ class Consumer:
         load = self._loads[request_id] = _Load(request_id, handoff, content)
         self.counts.loads += 1
         if handoff.engine_id not in self.peers:
-            self.peers[handoff.engine_id] = Peer(handoff.engine_id, handoff.host, handoff.port, try_at_ns=now_ns)
+            self.peers[handoff.engine_id] = Peer(
+                handoff.engine_id, handoff.host, handoff.port, try_at_ns=now_ns, wanted_ns=now_ns
+            )  # fmt: skip
         if not handoff.turn:
             load.tracked = True
             self.heartbeats.track(handoff.engine_id, handoff.request_id)
@@ -242,19 +244,23 @@ class Consumer:
         if peer is None:
             return
         peer.link, peer.failures, peer.interval_ns = Link.UP, 0, interval_ns
-        self.measured(engine_id, samples)
+        for sample in samples:
+            peer.clock.add(sample)
+        peer.measuring = False
         self._actions += [Send(engine_id, report) for report in peer.outbox]
         peer.outbox = []
         for load in self._waiting(engine_id):
             self._proceed(load, now_ns)
 
-    def measured(self, engine_id: str, samples: Iterable[Sample]) -> None:
-        """Take clock samples of a peer; none if the measurement failed."""
+    def measured(self, engine_id: str, samples: Iterable[Sample], now_ns: int) -> None:
+        """Take clock samples of a peer; none if the measurement failed: then it is connected anew when it is wanted."""
         peer = self.peers.get(engine_id)
-        if peer is not None:
-            peer.measuring = False
-            for sample in samples:
-                peer.clock.add(sample)
+        if peer is None:
+            return
+        peer.measuring = False
+        taken = [peer.clock.add(sample) for sample in samples]
+        if not taken and peer.link is Link.UP:
+            self._doubt(peer, now_ns)
 
     def connect_failed(self, engine_id: str, reason: str, now_ns: int) -> None:
         """Note a handshake that failed: what waits for it fails, once; a later one is tried with back-off."""
@@ -303,7 +309,7 @@ class Consumer:
         if (load.handoff.engine_id, load.handoff.request_id) != (engine_id, answer.request):
             return
         if not answer.granted:
-            self._fail(load, f"the holder refuses: {answer.reason}", expired=load.handoff.turn)
+            self._fail(load, f"the holder refuses: {answer.reason}", expired=load.handoff.turn, report=False)
             return
         self._read_ids += 1
         load.stage, load.read_id, load.read_ns = Stage.READING, self._read_ids, now_ns
@@ -345,6 +351,11 @@ class Consumer:
             self._watch(load, now_ns)
 
     def _tend(self, peer: Peer, now_ns: int) -> None:
+        if self._wanted(peer.engine_id):
+            peer.wanted_ns = now_ns
+        elif now_ns - peer.wanted_ns > FORGET_IDLE_NS:
+            self.lost(peer.engine_id, "nothing has been wanted of it for long")
+            return
         if peer.link is Link.WANTED and now_ns >= peer.try_at_ns and self._wanted(peer.engine_id):
             peer.link = Link.TRYING
             self._actions.append(Connect(peer.engine_id, peer.host, peer.port))
@@ -409,7 +420,6 @@ class Consumer:
         if peer.link is not Link.UP:
             return
         if load.handoff.turn and not self._in_time(load, peer, now_ns):
-            self.counts.expired_turns += 1
             self._fail(load, "the turn's blocks have expired", expired=True)
             return
         load.stage, load.claimed_ns = Stage.CLAIMING, now_ns
@@ -438,10 +448,15 @@ class Consumer:
             if load.handoff.engine_id == engine_id and load.stage is Stage.CONNECTING
         ]
 
-    def _fail(self, load: _Load, reason: str, *, expired: bool = False) -> None:
+    def _fail(self, load: _Load, reason: str, *, expired: bool = False, report: bool = True) -> None:
+        """End a load without its KV. A holder that refused needs no `report`: it might end another reader's lease."""
         self._loads.pop(load.request_id, None)
         self.counts.failed += not expired
-        self._leave(load, How.FAILED)
+        self.counts.expired_turns += expired
+        if report:
+            self._leave(load, How.FAILED)
+        else:
+            self._untrack(load)
         self._actions.append(Failed(load.request_id, reason, expired))
 
     def _leave(self, load: _Load | None, how: How) -> None:

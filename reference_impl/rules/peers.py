@@ -18,6 +18,8 @@ FIRST_PAUSE_NS: Final = NS_PER_S // 10
 LONGEST_PAUSE_NS: Final = 5 * NS_PER_S
 OUTBOX_MAX: Final = 1024
 MEASURE_PAUSE_NS: Final = NS_PER_S
+FORGET_IDLE_NS: Final = 600 * NS_PER_S
+"""A peer of which nothing was wanted for so long is forgotten: an incarnation that died leaves nothing behind (K1)."""
 FORGET_AFTER_FAILURES: Final = 8
 """Handshakes in a row; then the peer is dropped with all that is tracked at it (KVC-HB-008)."""
 
@@ -39,6 +41,8 @@ class Peer:
     port: int
     link: Link = Link.WANTED
     try_at_ns: int = 0
+    wanted_ns: int = 0
+    """When something was last wanted of it."""
     failures: int = 0
     interval_ns: int = 0
     """Between heartbeats, as its own terms say; 0: it wants none."""

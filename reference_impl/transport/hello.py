@@ -53,9 +53,10 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Answerer: this."""
+    """Answerer: this. `engine_id` is "" of one that does not serve yet."""
 
     now_ns: int
+    engine_id: str = ""
 
 
 Request = Introduce | Ping
@@ -143,7 +144,8 @@ class HandshakeServer:
 
     def _answer(self, request: Request) -> Reply:
         if isinstance(request, Ping):
-            return Pong(self._now_ns())
+            me = self._mine()
+            return Pong(self._now_ns(), "" if me is None else me.engine_id)
         mine = self._mine()
         reason = "this engine does not serve yet" if mine is None else incompatible(mine, request.hello)
         if not reason:
@@ -182,20 +184,24 @@ class HandshakeClient:
                 )
             if reason := incompatible(mine, theirs):
                 raise HandshakeFailed(f"{expected_engine_id} does not suit us: {reason}")
-            samples = [await self._sample(reader, writer) for _ in range(SAMPLES)]
+            samples = [await self._sample(reader, writer, expected_engine_id) for _ in range(SAMPLES)]
         return Handshake(theirs, samples)
 
-    async def ping(self, host: str, port: int, limit_s: float) -> Sample:
-        """Take one more sample of the clock at an address. Raises `HandshakeFailed`."""
+    async def ping(self, host: str, port: int, expected_engine_id: str, limit_s: float) -> Sample:
+        """Take one more sample of an engine's clock. Raises `HandshakeFailed`, also if another engine answers."""
         async with _conversation(host, port, limit_s) as (reader, writer):
-            return await self._sample(reader, writer)
+            return await self._sample(reader, writer, expected_engine_id)
 
-    async def _sample(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Sample:
+    async def _sample(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, expected_engine_id: str
+    ) -> Sample:
         sent_ns = self._now_ns()
         answer = await _ask(reader, writer, Ping())
         received_ns = self._now_ns()
         if not isinstance(answer, Pong):
             raise HandshakeFailed(f"a ping was answered with {type(answer).__name__}")
+        if answer.engine_id != expected_engine_id:
+            raise HandshakeFailed(f"{answer.engine_id or 'nobody'} answers in the place of {expected_engine_id}")
         return Sample(sent_ns, answer.now_ns, received_ns)
 
 

@@ -313,7 +313,10 @@ def split(folder: Path, *options: str, profile: str = PACED) -> Iterator[Split]:
     with (
         (folder / "deployment.log").open("wb") as log,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
             env=os.environ | {TOKEN_VARIABLE: TOKEN},
         ) as child,
     ):

@@ -66,7 +66,9 @@ async def test_between_the_legs(client: Client, served: Split) -> None:
     async with under_way(client.complete(prompt_of(3, 200), 5)):
         await client.until_metric("p0", "pdproof:leases_live", lambda n: n == 1, "it is prefilled")
         await client.until_metric("", "pdproof:router_handoffs_holding", lambda n: n == 1, "its hand-off is held")
-    await client.until_metric("", "pdproof:router_handoffs_holding", lambda n: n == 0, "it is not held any more", PROMPT_S)
+    await client.until_metric(
+        "", "pdproof:router_handoffs_holding", lambda n: n == 0, "it is not held any more", PROMPT_S
+    )
     await client.until_free("p0", timeout_s=LEASE_S + 1)
     assert ends_of(served, leases_since(served, began_ns)) == ["expired"]
     assert await client.grown("p0", before, "vllm:nixl_num_kv_expired_reqs_total") == [1]

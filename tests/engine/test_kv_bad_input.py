@@ -1,7 +1,8 @@
-"""Bad hand-offs at the door of a live decode engine: a 4xx with the field's name, or the policy; and it goes on (R1)."""
+"""Bad hand-offs at the door of a live decode engine: a 4xx with the field's name, or the policy; it goes on (R1)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -195,9 +196,10 @@ async def test_a_hand_off_of_another_prompt_is_refused_by_its_holder_and_compute
     before = {name: await client.metrics(name) for name in ("p0", "d0")}
     assert (await client.decoded(other, 5, params)).tokens == client.right(other, 5)
     assert await client.grown("p0", before["p0"], "pdproof:claims_refused_total") == [1]
-    assert await client.grown(
-        "d0", before["d0"], "pdproof:loads_failed_total", "pdproof:recomputed_tokens_total"
-    ) == [1, 100]
+    assert await client.grown("d0", before["d0"], "pdproof:loads_failed_total", "pdproof:recomputed_tokens_total") == [
+        1,
+        100,
+    ]
 
 
 @pytest.mark.rule("KVC-REL-007")
@@ -232,16 +234,20 @@ async def test_a_holder_that_cannot_be_reached_costs_only_its_own_request(client
         prompt = prompt_of(80 + (dead == "silent"), 100)
         began_ns = now_ns()
         before = {name: await client.metrics(name) for name in ("d0", "fails")}
-        assert (await client.decoded(prompt, 5, foreign)).tokens == client.right(prompt, 5)
-        failed = await client.decoded(prompt, 5, foreign, "fails")
-        assert now_ns() - began_ns < 12e9
+        answered, failed = await asyncio.gather(
+            client.decoded(prompt, 5, foreign), client.decoded(prompt, 5, foreign, "fails")
+        )
+        assert now_ns() - began_ns < 6e9
+    assert answered.tokens == client.right(prompt, 5)
     assert failed.status == 500
     assert f"no connection to nobody-{dead}" in failed.error["message"]
     for name, recomputed in (("d0", 100), ("fails", 0)):
         assert await client.grown(
             name, before[name], "pdproof:loads_failed_total", "pdproof:recomputed_tokens_total"
         ) == [1, recomputed]  # fmt: skip
-        assert await client.grown(name, before[name], "pdproof:handshakes_failed_total") >= [1], "tried again, to report"
+        assert await client.grown(name, before[name], "pdproof:handshakes_failed_total") >= [1], (
+            "tried again, to report"
+        )
     assert (await client.decoded(PROMPT, 5, good)).tokens == client.right(PROMPT, 5)
 
 

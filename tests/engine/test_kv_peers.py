@@ -238,7 +238,9 @@ async def test_messages_said_many_times_count_once(client: Client, stranger: Str
         "p0", before, "pdproof:leases_released_total", "pdproof:leases_extended_total",
         "vllm:nixl_num_kv_expired_reqs_total",
     ) == [1, 5, 0]  # fmt: skip
-    ends = [e for e in History(folder).events(EventKind.LEASE_RELEASED, EventKind.LEASE_EXPIRED) if e.subject == request_id]
+    ends = [
+        e for e in History(folder).events(EventKind.LEASE_RELEASED, EventKind.LEASE_EXPIRED) if e.subject == request_id
+    ]
     assert len(ends) == 1
 
 
@@ -266,7 +268,9 @@ async def test_peers_that_do_not_suit_are_refused_with_a_reason(client: Client, 
 
 
 @pytest.mark.rule("KVC-HSK-002")
-async def test_noise_on_the_side_channel_and_silent_connections_delay_nobody(client: Client, stranger: Stranger) -> None:
+async def test_noise_on_the_side_channel_and_silent_connections_delay_nobody(
+    client: Client, stranger: Stranger
+) -> None:
     params = await client.prefilled(prompt_of(6, 100))
     where = (params["remote_host"], params["remote_port"])
     chance = random.Random(6)

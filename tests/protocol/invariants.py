@@ -376,9 +376,8 @@ class Watch:
 
     def _counters(self, engine: Engine) -> None:
         """O1: a counter counts what its name says, once an event."""
-        heard, holder, reader = self._heard[engine.engine_id], engine.connector.producer.counts, (
-            engine.connector.consumer.counts
-        )  # fmt: skip
+        heard = self._heard[engine.engine_id]
+        holder, reader = engine.connector.producer.counts, engine.connector.consumer.counts
         live = len(engine.connector.producer.leases)
         pending = len(engine.connector.producer._actions) + len(engine.connector.consumer._actions)
         if pending:
@@ -390,13 +389,9 @@ class Watch:
             "granted and ended": (holder.granted, holder.released + holder.expired + live),
             "extended": (holder.extended, heard["extended"] + heard["renewed"]),
             "claims refused": (holder.claims_refused, heard[EventKind.CLAIM_REFUSED]),
-            "handshakes": (heard[EventKind.PEER_CONNECTED], len([k for k in self._up if k[0] == engine.engine_id])),
-            "loads": (
-                reader.loaded + reader.failed + reader.expired_turns >= heard[EventKind.LOAD_DONE],
-                True,
-            ),
-        }  # fmt: skip
-        del pairs["handshakes"]  # a peer may be connected more than once
+            "loaded": (reader.loaded, heard[EventKind.LOAD_DONE]),
+            "failed or expired loads": (reader.failed + reader.expired_turns, heard[EventKind.LOAD_FAILED]),
+        }
         for name, (counted, seen) in pairs.items():
             if counted != seen:
                 self.breach("O1", f"{engine.engine_id} counts {counted} {name}, and {seen} were seen")

@@ -10,7 +10,7 @@ import pytest
 
 from reference_impl.content import BLOCK_TOKENS
 from reference_impl.rules.events import EventKind
-from reference_impl.rules.handoff import BadHandOff, HandOff, parse
+from reference_impl.rules.handoff import Asked, BadHandOff, HandOff, parse
 from reference_impl.rules.messages import How
 from reference_impl.rules.terms import KvTerms, LoadPolicy
 from reference_impl.transport.base import ReadResult
@@ -380,3 +380,29 @@ def turn_of(engine: Engine) -> HandOff:
         engine_id=engine.engine_id, request_id=f"{engine.engine_id}/0", host=HOST, port=engine.slot.port, blocks=[1],
         tokens=16, ranks=1, expiry_ns=engine.clock.now_ns() + 5 * S,
     )  # fmt: skip
+
+
+def test_a_prefill_that_answers_more_than_asked_hands_over_its_prompt_alone() -> None:
+    world = small()
+    prefill, _ = engines(world)
+    connector = prefill.connector
+    sequence = connector.submit("long", PROMPT, 40, Asked(keep=True), prefill.clock.now_ns())
+    while not sequence.finished:
+        prefill.core.step()
+    params = connector.finished(sequence, prefill.clock.now_ns())
+    assert params is not None
+    assert len(load_of(params).blocks) == -(-len(PROMPT) // BLOCK_TOKENS)
+    assert prefill.core.pool.held == len(load_of(params).blocks)
+
+
+@pytest.mark.rule("KVC-CLK-007")
+def test_a_renewal_with_other_blocks_than_those_kept_is_refused() -> None:
+    world = small(TWO_TURNS)
+    prefill, _ = engines(world)
+    producer = prefill.connector.producer
+    producer.grant_turn("turn", [1, 2], content="", now_ns=prefill.clock.now_ns())
+    kept = HandOff(engine_id=prefill.engine_id, request_id="turn", host=HOST, port=1, blocks=[1, 2], tokens=32, ranks=1)
+    forged = msgspec.structs.replace(kept, blocks=[3, 4])
+    assert prefill.connector.renew(forged, prefill.clock.now_ns()) is None
+    assert prefill.connector.renew(kept, prefill.clock.now_ns()) is not None
+    assert said(world, EventKind.TURN_RENEWED)[0][0] == "turn"

@@ -14,7 +14,7 @@ FAULTS = Faults(
     lost=0.05, repeated=0.05, late=0.02, damaged=0.005, slow_reads=0.05, bad_reads=0.05, bad_handshakes=0.05, held=0.1,
     reused=0.1, rejected=0.05, crashes=0.002, frozen=0.002, aborts=0.02,
 )  # fmt: skip
-ARRIVALS = 0.025
+ARRIVALS = 0.02
 """Probability of a new client in one step."""
 
 
@@ -29,7 +29,7 @@ def test_two_hours_of_faults_leave_nothing_behind(ranks: tuple[int, int]) -> Non
     )  # fmt: skip
     while world.network.now_ns < HOURS_NS and not world.broken:
         happen(world, ARRIVALS)
-        world.step(world.between(200 * MS, STEP_MAX_NS))
+        world.step(world.between(220 * MS, STEP_MAX_NS))
     world.drain()
     if world.broken:
         pytest.fail(world.history(), pytrace=False)

@@ -41,8 +41,8 @@ STEP_MAX_NS = 250 * MS
 """No engine goes longer without a look at its connector."""
 PROMPT_DELAY_NS = 100 * MS
 """A message that takes longer is late."""
-DRAIN_NS = 120 * S
-"""Beside four times to live: a session thinks for two, and its blocks then live for one more."""
+DRAIN_NS = 600 * S
+"""Beside four times to live; a tight pool full of turns serves a request a time to live."""
 ANSWER_MAX = 36
 WEIGHTS = Weights(seed=7, words=4096)
 WEIGHT_WORDS = weight_words(WEIGHTS.seed, 0, WEIGHTS.words)

@@ -25,7 +25,7 @@ from reference_impl.rules.consumer import (
     Stage,
 )
 from reference_impl.rules.messages import Answer, Claim, How, Report
-from reference_impl.rules.peers import MEASURE_PAUSE_NS, OUTBOX_MAX, Peer
+from reference_impl.rules.peers import FORGET_IDLE_NS, MEASURE_PAUSE_NS, OUTBOX_MAX, Peer
 from reference_impl.rules.producer import Send
 from reference_impl.rules.terms import KvTerms
 from tests.rules.parties import TERMS, TWO_TURNS, P, S, claimed, connected, handoff, messages, only, reading
@@ -283,7 +283,7 @@ def test_an_expired_turn_is_no_failure() -> None:
     consumer.answered(P, NO, 10_000 * S)
     refused = only(Failed, consumer.take())[0]
     assert refused.expired, "it expired while the claim was under way"
-    assert consumer.counts.failed == 0
+    assert (consumer.counts.failed, consumer.counts.expired_turns) == (0, 1)
 
 
 @pytest.mark.rule("KVC-CLK-002")
@@ -299,19 +299,55 @@ def test_a_turn_is_not_renewed_by_heartbeats() -> None:
 
 
 @pytest.mark.rule("KVC-CLK-006")
-def test_a_clock_is_measured_again_and_a_failed_measurement_is_not_repeated_at_once() -> None:
+def test_a_clock_is_measured_again_as_it_ages() -> None:
     consumer = connected(TWO_TURNS, samples=AHEAD, now_ns=10_000 * S)
     now = 10_031 * S
     consumer.tick(now)
     assert len(only(Measure, consumer.take())) == 1
-    consumer.measured(P, [])
-    consumer.tick(now)
+    consumer.tick(now + MEASURE_PAUSE_NS)  # while one is under way
     assert only(Measure, consumer.take()) == []
-    consumer.tick(now + MEASURE_PAUSE_NS)
-    assert len(only(Measure, consumer.take())) == 1
-    consumer.measured(P, [Sample(now, now + 5000 * S, now)])
+    consumer.measured(P, [Sample(now, now + 5000 * S, now)], now)
     consumer.tick(now + 2 * S)
     assert only(Measure, consumer.take()) == []
+
+
+@pytest.mark.rule("KVC-HSK-002")
+def test_a_peer_whose_clock_cannot_be_measured_is_connected_anew_once_it_is_wanted() -> None:
+    consumer = connected(TWO_TURNS, samples=AHEAD, now_ns=10_000 * S)
+    now = 10_031 * S
+    consumer.tick(now)
+    consumer.take()
+    consumer.measured(P, [], now)
+    consumer.tick(now + 5 * S)
+    assert consumer.take() == []  # nobody wants anything of it
+    consumer.arrive("r", handoff(expiry_ns=15_400 * S), "text", now + 6 * S)
+    consumer.tick(now + 6 * S)
+    assert len(only(Connect, consumer.take())) == 1
+
+
+def test_a_peer_of_which_nothing_is_wanted_for_long_is_forgotten() -> None:
+    consumer = connected()
+    claimed(consumer)
+    consumer.answered(P, YES, S)
+    consumer.ended(only(Read, consumer.take())[0].read_id, "", 2 * S)
+    consumer.take()
+    consumer.tick(2 * S)
+    consumer.tick(2 * S + FORGET_IDLE_NS // 2)
+    assert only(Forget, consumer.take()) == []
+    consumer.tick(3 * S + FORGET_IDLE_NS)
+    assert [forget.engine_id for forget in only(Forget, consumer.take())] == [P]
+    assert consumer.peers == {}
+
+
+@pytest.mark.rule("KVC-REL-005")
+def test_a_refused_reader_reports_nothing_that_could_end_another_readers_lease() -> None:
+    consumer = connected()
+    claimed(consumer)
+    consumer.answered(P, NO, S)
+    actions = consumer.take()
+    assert len(only(Failed, actions)) == 1
+    assert hows(actions) == []
+    assert consumer.heartbeats.engines == []
 
 
 @pytest.mark.rule("KVC-CLK-008")

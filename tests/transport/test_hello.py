@@ -87,8 +87,14 @@ async def test_both_sides_learn_of_each_other(served: Served) -> None:
 
 async def test_a_clock_is_measured_again(served: Served) -> None:
     served.clock.advance(77)
-    sample = await HandshakeClient(lambda: 1).ping(HOST, served.server.port, LIMIT_S)
+    sample = await HandshakeClient(lambda: 1).ping(HOST, served.server.port, hello().engine_id, LIMIT_S)
     assert sample == (1, 5_077, 1)
+
+
+@pytest.mark.rule("KVC-HSK-003")
+async def test_the_clock_of_another_engine_on_the_same_address_is_not_taken(served: Served) -> None:
+    with pytest.raises(HandshakeFailed, match="answers in the place of P#0"):
+        await HandshakeClient(lambda: 1).ping(HOST, served.server.port, "P#0", LIMIT_S)
 
 
 @pytest.mark.rule("KVC-HSK-001")
@@ -101,6 +107,9 @@ async def test_a_clock_is_measured_again(served: Served) -> None:
         ({"block_bytes": 8192}, "block_bytes differs: 4096 here, 8192 there"),
         ({"terms": KvTerms(design=LeaseDesign.SINGLE_TIMEOUT)}, "design differs: 'lease' here, 'single-timeout' there"),
         ({"terms": KvTerms(bidirectional_kv_xfer=True)}, "bidirectional_kv_xfer differs: False here, True there"),
+        ({"terms": KvTerms(kv_lease_duration=60.0)}, "kv_lease_duration differs: 30.0 here, 60.0 there"),
+        ({"terms": KvTerms(read_limit=5.0)}, "read_limit differs: 10.0 here, 5.0 there"),
+        ({"terms": KvTerms(decoder_kv_blocks_ttl=5.0)}, "decoder_kv_blocks_ttl differs: 480.0 here, 5.0 there"),
         ({"ranks": 3}, "ranks must be one of (1, 2, 4, 8), and D#1 has 3"),
         ({"ranks": 2}, "D#1 has 2 ranks and 1 addresses"),
         ({"blocks": 5}, "D#1 has 5 blocks and addresses that say otherwise"),
@@ -128,7 +137,7 @@ async def test_the_asker_looks_for_itself(served: Served, monkeypatch: pytest.Mo
 
 
 def test_terms_that_may_differ_do() -> None:
-    assert incompatible(hello(), hello("D#1", terms=KvTerms(kv_lease_duration=6.0), role="decode")) == ""
+    assert incompatible(hello(), hello("D#1", terms=KvTerms(load_limit=90.0), role="decode")) == ""
 
 
 @pytest.mark.rule("KVC-HSK-003")
