@@ -108,6 +108,7 @@ class BlockPool:
             self._references[block] = 1
             self.generation[block] += 1
             taken.append(block)
+        taken.sort()  # neighbours stay together on both sides, and one transfer descriptor covers them
         return taken
 
     def seal(self, block: int, digest: bytes) -> None:

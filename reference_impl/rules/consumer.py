@@ -11,6 +11,7 @@ its read has ended, and a read that neither ends nor can be cancelled is left be
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -173,6 +174,10 @@ class Consumer:
         self.heartbeats = HeartbeatTracker()
         self.peers: dict[str, Peer] = {}
         self._loads: dict[str, _Load] = {}
+        self._admitted: dict[str, _Load] = {}
+        """Those of them that have deadlines: a request that waits for admission costs a step nothing."""
+        self._loads_from: Counter[str] = Counter()
+        """How many loads there are of each peer."""
         self._reads: dict[int, _Load] = {}
         self._read_ids = 0
         self._actions: list[Action] = []
@@ -195,6 +200,7 @@ class Consumer:
     def arrive(self, request_id: str, handoff: HandOff, content: str, now_ns: int) -> None:
         """Note a request that has entered the scheduler: its lease is kept alive from now on."""
         load = self._loads[request_id] = _Load(request_id, handoff, content)
+        self._loads_from[handoff.engine_id] += 1
         self.counts.loads += 1
         if handoff.engine_id not in self.peers:
             self.peers[handoff.engine_id] = Peer(
@@ -206,7 +212,7 @@ class Consumer:
 
     def admit(self, request_id: str, remote_blocks: Iterable[int], local_blocks: Iterable[int], now_ns: int) -> None:
         """Start a load: its destination is there. The blocks are those still missing, in the same order."""
-        load = self._loads[request_id]
+        load = self._admitted[request_id] = self._loads[request_id]
         load.remote_blocks, load.local_blocks = tuple(remote_blocks), tuple(local_blocks)
         load.admitted_ns, load.give_up_ns = now_ns, now_ns + s_to_ns(self.terms.load_limit)
         load.stage = Stage.CONNECTING
@@ -219,7 +225,10 @@ class Consumer:
 
     def spare(self, request_id: str) -> None:
         """Note a full local hit: the holder is told, nothing is read (KVC-REL-003)."""
-        self._leave(self._loads.pop(request_id, None), How.HIT)
+        load = self._loads.get(request_id)
+        if load is not None:
+            self._remove(load)
+            self._leave(load, How.HIT)
 
     def abort(self, request_id: str) -> bool:
         """Note that nobody wants a request any more; true if its destination is free now, else `Drained` will tell."""
@@ -232,7 +241,7 @@ class Consumer:
             load.stage, load.aborted = Stage.CANCELLING, True
             self._untrack(load)
             return False
-        del self._loads[request_id]
+        self._remove(load)
         self._leave(load, How.ABORT)
         return True
 
@@ -329,13 +338,13 @@ class Consumer:
             self.counts.failed_transfers += 1
             self.counts.torn += torn
         if load.aborted or load.stage is Stage.ABANDONED:
-            self._loads.pop(load.request_id, None)
+            self._remove(load)
             self._leave(load, How.ABORT if load.aborted else How.FAILED)
             self._actions.append(Drained(load.request_id))
         elif problem or load.stage is Stage.CANCELLING:
             self._fail(load, load.why or problem)
         else:
-            del self._loads[load.request_id]
+            self._remove(load)
             self.counts.loaded += 1
             self._leave(load, How.READ)
             waited_ns = load.read_ns - load.admitted_ns
@@ -347,7 +356,7 @@ class Consumer:
         """Do what time demands: connect, measure, renew, claim again, give up."""
         for peer in list(self.peers.values()):
             self._tend(peer, now_ns)
-        for load in list(self._loads.values()):
+        for load in list(self._admitted.values()):
             self._watch(load, now_ns)
 
     def _tend(self, peer: Peer, now_ns: int) -> None:
@@ -371,9 +380,16 @@ class Consumer:
                 self._actions.append(Send(beat.engine_id, Heartbeat(beat.requests)))
 
     def _wanted(self, engine_id: str) -> bool:
-        return bool(self.peers[engine_id].outbox) or any(
-            load.handoff.engine_id == engine_id for load in self._loads.values()
-        )
+        return bool(self._loads_from[engine_id] or self.peers[engine_id].outbox)
+
+    def _remove(self, load: _Load) -> None:
+        """Forget a load that has ended. Harmless when it has been forgotten."""
+        if self._loads.pop(load.request_id, None) is None:
+            return
+        self._admitted.pop(load.request_id, None)
+        self._loads_from[load.handoff.engine_id] -= 1
+        if not self._loads_from[load.handoff.engine_id]:
+            del self._loads_from[load.handoff.engine_id]
 
     def _doubt(self, peer: Peer, now_ns: int) -> None:
         """Shake hands anew with a peer that was connected, and is not heard or cannot be reached."""
@@ -444,13 +460,13 @@ class Consumer:
     def _waiting(self, engine_id: str) -> list[_Load]:
         return [
             load
-            for load in self._loads.values()
+            for load in self._admitted.values()
             if load.handoff.engine_id == engine_id and load.stage is Stage.CONNECTING
         ]
 
     def _fail(self, load: _Load, reason: str, *, expired: bool = False, report: bool = True) -> None:
         """End a load without its KV. A holder that refused needs no `report`: it might end another reader's lease."""
-        self._loads.pop(load.request_id, None)
+        self._remove(load)
         self.counts.failed += not expired
         self.counts.expired_turns += expired
         if report:
@@ -459,10 +475,8 @@ class Consumer:
             self._untrack(load)
         self._actions.append(Failed(load.request_id, reason, expired))
 
-    def _leave(self, load: _Load | None, how: How) -> None:
+    def _leave(self, load: _Load, how: How) -> None:
         """Stop renewing, and tell the holder that this reader needs its blocks no longer (L4)."""
-        if load is None:
-            return
         self._untrack(load)
         peer = self.peers.get(load.handoff.engine_id)
         if peer is None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from reference_impl.realclock import now_ns
 from reference_impl.router.protocol import HOLD_PATH, TOKEN_HEADER, TOKEN_VARIABLE
 from reference_impl.rules.clock import s_to_ns
 from reference_impl.rules.events import Event, EventKind
+from reference_impl.tokens import VOCABULARY
 from tests.waiting import until
 
 T = TypeVar("T")
@@ -54,8 +56,8 @@ weights_mib = 4
 
 
 def prompt_of(seed: int, tokens: int) -> list[int]:
-    """Return a prompt that shares no prefix with one of another seed."""
-    return [(seed * 7919 + n * 31 + 1) % 4096 for n in range(tokens)]
+    """Return a prompt that begins like a longer one of its seed, and unlike any of another seed."""
+    return random.Random(seed).choices(range(VOCABULARY), k=tokens)
 
 
 def right_answer(prompt: list[int], tokens: int, weights: Weights) -> list[int]:

@@ -15,9 +15,9 @@ from tests.deployment.split import Client, Split, eventually, prompt_of, split, 
 
 pytestmark = [pytest.mark.nixl]
 
-LEASE_S = 6.0
+LEASE_S = 4.5
 PROMPT_S = 2.0
-"""Far less than an extension (4 s): what has gone by then was let go of, and did not run out."""
+"""Less than an extension (3 s): what has gone by then was let go of, and did not run out."""
 LONG = 2000
 """Tokens of an answer that takes twenty seconds."""
 

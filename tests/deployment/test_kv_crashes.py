@@ -146,7 +146,7 @@ async def test_a_holder_that_stands_still_costs_its_readers_bounded_time(served:
         await client.assert_serves(82, 300, "d1")
 
 
-@pytest.mark.rule("KVC-HSK-003", "KVC-HSK-002")
+@pytest.mark.rule("KVC-HSK-003", "KVC-HSK-002", "KVC-HB-008")
 async def test_a_restarted_holders_old_hand_offs_are_computed_and_its_new_ones_work(served: Split) -> None:
     async with served.client() as client, AsyncExitStack() as stack:
         await client.assert_serves(30, 300, "d1")
@@ -161,6 +161,10 @@ async def test_a_restarted_holders_old_hand_offs_are_computed_and_its_new_ones_w
         await asyncio.to_thread(served.kill, "p0")
         new = await client.prefilled(old)
         assert new["remote_engine_id"] != params["remote_engine_id"]
+        beats = "pdproof:heartbeats_failed_total"
+        await client.until_metric("d1", beats, lambda n: n > before[beats], "a heartbeat is noticed not to leave")
+        lost = await asyncio.to_thread(served.event_of, EventKind.PEER_LOST, params["remote_engine_id"])
+        assert lost.detail["engine_id"] == served.engine("d1").name
         first.cancel()
         assert (await work).tokens == client.right(waiting, 5), "its holder died while it was queued"
         assert (await client.decoded(old, 5, params, "d1")).tokens == client.right(old, 5)

@@ -166,7 +166,7 @@ async def test_what_is_refused_at_the_door_lets_go_of_the_holders_blocks(
 
 @pytest.mark.rule("KVC-XFER-005", "KVC-XFER-002", "KVC-XFER-001")
 @pytest.mark.parametrize("which", ["beyond the pool", "far beyond", "another's", "in another order"])
-async def test_other_blocks_than_the_leases_are_not_read(client: Client, history: History, which: str) -> None:
+async def test_other_blocks_than_the_leases_are_not_read(client: Client, which: str) -> None:
     """A hand-off passes through the client's hands. What lies in other blocks must not be believed, nor be cached."""
     prompt = prompt_of(200 + len(which), 160)
     good = await client.prefilled(prompt)
@@ -177,16 +177,15 @@ async def test_other_blocks_than_the_leases_are_not_read(client: Client, history
         "another's": (await client.prefilled(prompt_of(40, 160)))["remote_block_ids"][0],
         "in another order": blocks[::-1],
     }[which]
+    wrong = good | {"remote_block_ids": [other]}
     before = {name: await client.metrics(name) for name in ("d0", "fails")}
-    for _ in range(2):  # the second finds what the first has left in the cache
-        assert (await client.decoded(prompt, 5, good | {"remote_block_ids": [other]})).tokens == client.right(prompt, 5)
-    assert (await client.decoded(prompt, 5, good | {"remote_block_ids": [other]}, "fails")).status == 500
-    for name in before:
-        assert await client.grown(
-            name, before[name], "pdproof:loads_failed_total", "pdproof:loads_done_total"
-        ) == [1, 0]  # fmt: skip
-    released = history.event_of(EventKind.LEASE_RELEASED, good["remote_request_id"], LEASE_S / 3)
-    assert released.detail["how"] == "failed"
+    assert (await client.decoded(prompt, 5, wrong)).tokens == client.right(prompt, 5)
+    assert (await client.decoded(prompt, 5, wrong, "fails")).status == 500
+    assert (await client.decoded(prompt, 5, good, "fails")).tokens == client.right(prompt, 5), "the lease still stands"
+    assert (await client.decoded(prompt, 5, wrong)).tokens == client.right(prompt, 5), "and from the cache"
+    for name, loaded in (("d0", 0), ("fails", 1)):
+        grown = await client.grown(name, before[name], "pdproof:loads_failed_total", "pdproof:loads_done_total")
+        assert grown == [1, loaded]
 
 
 @pytest.mark.rule("KVC-REL-007", "KVC-XFER-001")
@@ -245,9 +244,8 @@ async def test_a_holder_that_cannot_be_reached_costs_only_its_own_request(client
         assert await client.grown(
             name, before[name], "pdproof:loads_failed_total", "pdproof:recomputed_tokens_total"
         ) == [1, recomputed]  # fmt: skip
-        assert await client.grown(name, before[name], "pdproof:handshakes_failed_total") >= [1], (
-            "tried again, to report"
-        )
+        (failures,) = await client.grown(name, before[name], "pdproof:handshakes_failed_total")
+        assert failures >= 1, "there is something to report, so it is tried again"
     assert (await client.decoded(PROMPT, 5, good)).tokens == client.right(PROMPT, 5)
 
 
