@@ -56,7 +56,9 @@ def unknown(words: list[str]) -> str:
     if name == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         return "" if set(words[1:]) <= set(targets) else f"make {words[1:]}"
-    if name == "pdproof":
+    if name == "pdproof-engine":
+        known = output(name, "--help")
+    elif name == "pdproof":
         known = output("pdproof", words[1], "--help")
     elif name == "locust":
         known = output("locust", "--help") + output("locust", "-f", words[2], "--help-load")
