@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from reference_impl.realclock import now_ns
-from reference_impl.rules.clock import NS_PER_S
+from reference_impl.rules.clock import NS_PER_S, s_to_ns
 
 SECONDS_MAX: Final = 3600.0
 REQUESTS_MAX: Final = 1_000_000
@@ -71,8 +71,10 @@ class HandoffHold:
         self._left -= 1
         self._holding += 1
         begun_ns = now_ns()
+        until_ns = begun_ns + s_to_ns(self._order.seconds)
         try:
-            await asyncio.sleep(self._order.seconds)
+            while (left_ns := until_ns - now_ns()) > 0:  # a timer may come a little early
+                await asyncio.sleep(left_ns / NS_PER_S)
         finally:
             self._holding -= 1
             self._count(now_ns() - begun_ns)
