@@ -264,6 +264,11 @@ class Connector:
         return bool(holds or not self.consumer.idle or self.core.load_wanted or self.core.load_spared)
 
     @property
+    def strangers(self) -> int:
+        """Notifications that came from engines which are no peers, and were dropped (O2)."""
+        return self._transport.strangers
+
+    @property
     def blocks_elsewhere(self) -> list[int]:
         """Blocks that are held for no running request, once for each reference: leased ones, and what still drains."""
         return [block for blocks in (*self.producer.leases.blocks, *self._draining.values()) for block in blocks]

@@ -81,6 +81,9 @@ class EngineMetrics:
         yield self._counter("pdproof:heartbeats_received", "heartbeats received", holder.heartbeats_received)
         yield self._counter("pdproof:heartbeats_failed", "heartbeats that did not leave", reader.heartbeats_failed)
         yield self._counter("pdproof:notifications_malformed", "notifications dropped as damaged", holder.malformed)
+        yield self._counter(
+            "pdproof:notifications_of_strangers", "notifications dropped: their sender is no peer", connector.strangers
+        )
         yield self._counter("pdproof:handshakes_failed", "handshakes that failed", reader.handshakes_failed)
         yield self._counter("pdproof:loads_done", "requests whose KV was loaded", reader.loaded)
         yield self._counter("pdproof:loads_failed", "requests whose KV could not be loaded", reader.failed)

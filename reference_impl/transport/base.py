@@ -48,6 +48,9 @@ class Ended(msgspec.Struct, frozen=True):
 class Notifier(Protocol):
     """Short messages between engines. Never blocks (KVC-HB-009)."""
 
+    strangers: int
+    """Messages that came from nobody known, and were dropped (O2)."""
+
     def send(self, engine_id: str, message: bytes) -> bool:
         """Send to an engine added before; False if it demonstrably did not leave."""
         ...
