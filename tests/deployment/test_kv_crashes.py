@@ -202,3 +202,24 @@ async def test_a_reader_restarted_under_load_gets_service_again(served: Split) -
         await asyncio.gather(*(client.assert_serves(70 + number, 200) for number in range(4)))
         assert served.engine("p0").pid == holder
         await client.until_free("p0", "d0", "d1")
+
+
+@pytest.mark.rule("KVC-SHDW-002", "KVC-HSK-004")
+async def test_a_shadow_of_a_decode_engine_takes_over_with_ranks_and_kv_of_the_memory_service(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("shadowed")
+    options = ["--prefill", "1", "--decode", "1", "--shadow", "--decode-ranks", "2", "--prefill-ranks", "4"]
+    with split(folder, *options) as shadowed:
+        async with shadowed.client() as client:
+            await client.assert_serves(50)
+            died = shadowed.engine("d0").name
+            shadowed.kill("d0")
+            await eventually(lambda: _registered_anew(client, died), 20, "its shadow serves")
+            await client.assert_serves(51)
+            assert (await client.metrics("d0"))["pdproof:loads_done_total"] == 1
+            await client.until_free("p0", "d0")
+
+
+async def _registered_anew(client: Client, died: str) -> bool:
+    return any(w["worker_id"] == "d0" and w["engine_id"] != died for w in await client.health())
