@@ -38,22 +38,22 @@ CHECKS: Final[dict[str, Check]] = {
     "nothing-left": nothing_is_left,
 }
 """By name, in the order in which a reader wants them."""
-OF_KILLS: Final = {"recovery", "one-awake", "redundancy", "reclaim"}
-"""Checks that only a scenario with kills can answer."""
-OF_KILLED_READERS: Final = {"reclaim"}
-"""Checks that only a scenario which kills a decode engine can answer."""
+OF_KILLS: Final = {"recovery", "one-awake", "redundancy"}
 OF_MOVING_KV: Final = {"leases-kept", "reclaim", "turns", "all-free"}
-"""Checks that only a run in which KV moves between engines can answer."""
+"""Checks that only a scenario with kills, and only one in which KV moves between engines, can answer."""
 
 
 def applicable(run: RunFolder) -> dict[str, Check]:
     """Return the checks that this run can answer: the others have no subject in it."""
-    moves = terms_of(run) is not None
+    terms = terms_of(run)
     faults = [phase.fault for phase in scenario_of(run).phases if phase.fault is not None]
     killed = [fault.worker for fault in faults if fault.kind is FaultKind.KILL]
-    left_out = (set() if killed else OF_KILLS if moves else set()) | (set() if moves else OF_MOVING_KV)
-    if not any(reads(run, worker_id) for worker_id in killed):
-        left_out |= OF_KILLED_READERS
+    if terms is None:
+        left_out = OF_MOVING_KV
+    else:
+        left_out = {"redundancy"} | (set() if killed else OF_KILLS)
+        left_out |= set() if any(reads(run, worker_id) for worker_id in killed) else {"reclaim"}
+        left_out |= set() if terms.bidirectional_kv_xfer else {"turns"}
     return {name: check for name, check in CHECKS.items() if name not in left_out}
 
 
