@@ -36,6 +36,12 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     ended_ns: int | None = None
     how: str = ""
     """How it ended: read, hit, abort, failed, expired, died."""
+    heard_from: str = ""
+    """The engine that last renewed or claimed it, as its holder says; "": nobody ever did."""
+
+    def may_be_of(self, worker_id: str) -> bool:
+        """Whether its reader may have been an engine of this worker: it was, or nobody was ever heard of."""
+        return not self.heard_from or self.heard_from.startswith(f"{worker_id}-")
 
     def live_at(self, t_ns: int) -> bool:
         """Whether it stood at a moment."""
@@ -65,8 +71,14 @@ class Reclaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def terms_of(run: RunFolder) -> KvTerms | None:
-    """Return the terms of a run's engines, as they were (already scaled); None if no KV moved in it."""
-    terms = run.manifest.configuration.get("terms")
+    """Return the terms of a run's engines, as they were (already scaled); None if no KV moved in it.
+
+    Raises BadRunFolder if the scenario moves KV and the terms are missing: no check must be left out for that.
+    """
+    configuration = run.manifest.configuration
+    terms, scenario = configuration.get("terms"), configuration.get("scenario")
+    if terms is None and isinstance(scenario, dict) and scenario.get("kv") is not None:
+        raise BadRunFolder(run.path, "manifest.json: the scenario moves KV, but configuration.terms is missing")
     try:
         return None if terms is None else msgspec.convert(terms, KvTerms)
     except msgspec.ValidationError as error:
@@ -83,9 +95,9 @@ def held(run: RunFolder) -> list[Held]:
             case EventKind.TURN_RENEWED:
                 _renew(found, event)
             case EventKind.LEASE_RELEASED:
-                _end(found, _key(event), event.t_ns, str(event.detail.get("how", "")))
+                _end(found, _key(event), event.t_ns, str(event.detail.get("how", "")), _heard(event))
             case EventKind.LEASE_EXPIRED:
-                _end(found, _key(event), event.t_ns, EXPIRED)
+                _end(found, _key(event), event.t_ns, EXPIRED, _heard(event))
             case EventKind.PROCESS_EXITED:
                 for key in [k for k, lease in found.items() if k[0] == event.subject and lease.ended_ns is None]:
                     _end(found, key, event.t_ns, DIED)
@@ -117,10 +129,14 @@ def _renew(found: dict[tuple[str, str], Held], event: Event) -> None:
         found[_key(event)] = msgspec.structs.replace(lease, expires_ns=until_ns)
 
 
-def _end(found: dict[tuple[str, str], Held], key: tuple[str, str], t_ns: int, how: str) -> None:
+def _heard(event: Event) -> str:
+    return str(event.detail.get("heard_from", ""))
+
+
+def _end(found: dict[tuple[str, str], Held], key: tuple[str, str], t_ns: int, how: str, heard_from: str = "") -> None:
     lease = found.get(key)
     if lease is not None and lease.ended_ns is None:
-        found[key] = msgspec.structs.replace(lease, ended_ns=t_ns, how=how)
+        found[key] = msgspec.structs.replace(lease, ended_ns=t_ns, how=how, heard_from=heard_from)
 
 
 def blocks_over_time(leases: Iterable[Held]) -> list[tuple[int, int]]:
@@ -191,7 +207,8 @@ def _reclaim(kill: Event, leases: list[Held], terms: KvTerms, end_ns: int) -> Re
     worker_id = str(kill.detail.get("worker_id", ""))
     left = [
         lease for lease in leases
-        if lease.worker_id != worker_id and lease.granted_ns <= kill.t_ns + GRANT_SLACK_NS
+        if lease.worker_id != worker_id and lease.may_be_of(worker_id)
+        and lease.granted_ns <= kill.t_ns + GRANT_SLACK_NS
         and (lease.ended_ns is None or lease.ended_ns > kill.t_ns) and lease.how in ("", EXPIRED)
     ]  # fmt: skip
     ends = [lease.ended_ns for lease in left if lease.ended_ns is not None]

@@ -91,10 +91,10 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
             str(self.folder).encode()
         except UnicodeEncodeError as error:
             raise BadInput(f"--out {str(self.folder)!r}: its name is not valid UTF-8; choose another") from error
-        load = self.scenario.load
-        if load.input_tokens + load.output_tokens > profile.context_tokens_max:
+        longest = self.scenario.load.tokens_max
+        if longest > profile.context_tokens_max:
             raise BadInput(
-                f"scenario {self.scenario.name}: {load.input_tokens} tokens in and {load.output_tokens} out exceed the "
+                f"scenario {self.scenario.name}: requests of up to {longest} tokens in and out exceed the "
                 f"context of profile {self.profile}, {profile.context_tokens_max}"
             )
         emulated = profile.emulated()

@@ -56,6 +56,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     request_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX)] = 120.0
     sessions: Sessions | None = None
 
+    @property
+    def tokens_max(self) -> int:
+        """Tokens in and out of the longest request: a session's last turn repeats all that was said before."""
+        first = self.input_tokens + self.output_tokens
+        if self.sessions is None:
+            return first
+        return first + (self.sessions.turns - 1) * (self.sessions.turn_tokens + self.output_tokens)
+
 
 class FaultKind(enum.StrEnum):
     """What can be done to a deployment."""
@@ -80,6 +88,10 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Refuse a fault that would do nothing."""
         if self.kind is FaultKind.KILL and not self.worker:
             raise ValueError("a kill needs the worker whose active engine it strikes")
+        if self.kind is FaultKind.KILL and (self.seconds or self.requests):
+            raise ValueError("seconds and requests are of a router_hold, and this is a kill")
+        if self.kind is FaultKind.ROUTER_HOLD and self.worker:
+            raise ValueError("a router_hold strikes no worker")
         if self.kind is FaultKind.ROUTER_HOLD and not (self.seconds and self.requests):
             raise ValueError("a router_hold needs seconds and requests above 0")
 

@@ -9,7 +9,12 @@ from harness.checks.awake import at_most_one_awake
 from harness.checks.content import answers_are_right
 from harness.checks.errors import errors_only_in_fault_windows
 from harness.checks.faults import faults_are_proved, scenario_of
-from harness.checks.leases import dead_readers_blocks_return, everything_is_free_at_the_end, leases_are_kept
+from harness.checks.leases import (
+    dead_readers_blocks_return,
+    everything_is_free_at_the_end,
+    kv_is_loaded,
+    leases_are_kept,
+)
 from harness.checks.load import load_is_sufficient
 from harness.checks.recovery import every_kill_recovers
 from harness.checks.redundancy import redundancy_is_restored
@@ -28,6 +33,7 @@ CHECKS: Final[dict[str, Check]] = {
     "recovery": every_kill_recovers,
     "errors-in-window": errors_only_in_fault_windows,
     "content": answers_are_right,
+    "kv-loaded": kv_is_loaded,
     "leases-kept": leases_are_kept,
     "reclaim": dead_readers_blocks_return,
     "turns": turns_are_judged_rightly,
@@ -39,7 +45,7 @@ CHECKS: Final[dict[str, Check]] = {
 }
 """By name, in the order in which a reader wants them."""
 OF_KILLS: Final = {"recovery", "one-awake", "redundancy"}
-OF_MOVING_KV: Final = {"leases-kept", "reclaim", "turns", "all-free"}
+OF_MOVING_KV: Final = {"kv-loaded", "leases-kept", "reclaim", "turns", "all-free"}
 """Checks that only a scenario with kills, and only one in which KV moves between engines, can answer."""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from harness.holding import EXPIRED, Held, Reclaim, held, reclaims, terms_of
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
 from reference_impl.rules.clock import s_to_ns
-from reference_impl.rules.events import Event, EventKind
+from reference_impl.rules.events import EventKind
 
 KEPT_RULES: Final = ["KVC-LEASE-006", "KVC-LEASE-008", "KVC-LEASE-010", "KVC-OBS-002", "L2"]
 GAUGES_OF_HOLDING: Final = ("pdproof:leases_live", "pdproof:lease_blocks_held", "pdproof:loads_running",
@@ -16,24 +18,25 @@ GAUGES_OF_HOLDING: Final = ("pdproof:leases_live", "pdproof:lease_blocks_held", 
                             "vllm:kv_cache_usage_perc")  # fmt: skip
 
 
-def leases_are_kept(run: RunFolder) -> CheckResult:
-    """Fail for a lease that ran out, or a reader that came too late, without a fault that explains it."""
-    leases = [lease for lease in held(run) if not lease.turn]
-    windows = _excuses(run)
-    early = [lease for lease in leases if lease.how == EXPIRED and not _excused(lease, windows)]
-    late = [e for e in run.events_of(EventKind.CLAIM_REFUSED) if not _refusal_excused(e, leases, windows)]
-    text = f"{len(leases)} leases, {sum(lease.how == EXPIRED for lease in leases)} ran out, {len(early)} of them early"
-    text += f"; {len(late)} readers came for blocks that were gone" if late else "; no reader was refused without cause"
-    verdict = Verdict.INCONCLUSIVE if not leases else Verdict.FAIL if early or late else Verdict.PASS
-    return CheckResult(
-        check="leases-kept", title="No lease ends while its reader lives", rules=KEPT_RULES, verdict=verdict,
-        found=text if leases else "no lease was granted",
-        evidence={"leases": len(leases), "early": len(early), "refused": len(late)},
-    )  # fmt: skip
+class Excuse(msgspec.Struct, frozen=True):
+    """A proved fault, and the stretch in which what it left unread runs out. `worker_id` is "" for the router."""
+
+    worker_id: str
+    begin_ns: int
+    end_ns: int
+
+    def at(self, t_ns: int) -> bool:
+        """Whether the fault was at work at a moment."""
+        return self.begin_ns <= t_ns <= self.end_ns
+
+    def explains(self, lease: Held) -> bool:
+        """Whether a lease ran out because of it: its reader was killed, or its hand-off held back and nobody came."""
+        reader = lease.may_be_of(self.worker_id) if self.worker_id else not lease.heard_from
+        return reader and self.at(lease.ended_ns or 0)
 
 
-def _excuses(run: RunFolder) -> list[tuple[int, int]]:
-    """Return the stretches in which readers die or hand-offs are held back: (from, until) of each proved fault.
+def excuses(run: RunFolder) -> list[Excuse]:
+    """Return the faults that explain leases which ran out.
 
     What a kill leaves unread runs out within one first term of it; what a router holds back, within the hold as well.
     """
@@ -44,26 +47,53 @@ def _excuses(run: RunFolder) -> list[tuple[int, int]]:
     healed = {e.subject: e.t_ns for e in run.events_of(EventKind.FAULT_HEALED)}
     slack_ns = terms.first_ns + s_to_ns(1.0)
     return [
-        (e.t_ns, max(healed.get(e.subject, e.t_ns), e.t_ns) + slack_ns)
+        Excuse(str(e.detail.get("worker_id", "")), e.t_ns, max(healed.get(e.subject, e.t_ns), e.t_ns) + slack_ns)
         for e in run.events_of(EventKind.FAULT_INJECTED) if e.subject in proved
     ]  # fmt: skip
 
 
-def _excused(lease: Held, windows: list[tuple[int, int]]) -> bool:
-    ended_ns = lease.ended_ns or 0
-    return any(begin <= ended_ns <= end for begin, end in windows)
+def leases_are_kept(run: RunFolder) -> CheckResult:
+    """Fail for a lease that ran out, or a reader that came too late, without a fault that explains it."""
+    leases = [lease for lease in held(run) if not lease.turn]
+    expired = [lease for lease in leases if lease.how == EXPIRED]
+    faults = excuses(run)
+    early = [lease for lease in expired if not any(fault.explains(lease) for fault in faults)]
+    explained = {lease.request_id for lease in expired} - {lease.request_id for lease in early}
+    known = {lease.request_id for lease in leases}
+    late = [e for e in run.events_of(EventKind.CLAIM_REFUSED) if e.subject in known - explained]
+    text = f"{len(leases)} leases, {len(expired)} ran out, {len(early)} of them early"
+    text += f"; {len(late)} readers came for blocks that were gone" if late else "; no reader was refused without cause"
+    verdict = Verdict.INCONCLUSIVE if not leases else Verdict.FAIL if early or late else Verdict.PASS
+    return CheckResult(
+        check="leases-kept", title="No lease ends while its reader lives", rules=KEPT_RULES, verdict=verdict,
+        found=text if leases else "no lease was granted",
+        evidence={"leases": len(leases), "early": len(early), "refused": len(late)},
+    )  # fmt: skip
 
 
-def _refusal_excused(refusal: Event, leases: list[Held], windows: list[tuple[int, int]]) -> bool:
-    """Whether a fault was at work when the claim came, or it was for a turn (whose end is judged elsewhere)."""
-    mine = [lease for lease in leases if lease.request_id == refusal.subject]
-    return not mine or any(begin <= refusal.t_ns <= end for begin, end in windows)
+def kv_is_loaded(run: RunFolder) -> CheckResult:
+    """Fail for a load of KV that failed without a fault that explains it; inconclusive if none was ever done.
+
+    Without this check a run in which no KV moves at all would pass: what is not loaded is computed, and right.
+    """
+    done, faults = run.events_of(EventKind.LOAD_DONE), excuses(run)
+    failed = [e for e in run.events_of(EventKind.LOAD_FAILED) if not e.detail.get("expired")]
+    stray = [e for e in failed if not any(fault.at(e.t_ns) for fault in faults)]
+    found = f"{len(done)} loads of KV done, {len(failed)} failed, {len(stray)} of them without a fault to explain it"
+    if stray:
+        verdict, found = Verdict.FAIL, f"{found}; the first: {stray[0].detail.get('reason')}"
+    else:
+        verdict = Verdict.PASS if done else Verdict.INCONCLUSIVE
+    return CheckResult(
+        check="kv-loaded", title="KV moves between the engines", rules=["KVC-XFER-001", "KVC-XFER-002", "L3"],
+        verdict=verdict, found=found, evidence={"done": len(done), "failed": len(failed), "stray": len(stray)},
+    )  # fmt: skip
 
 
 def dead_readers_blocks_return(run: RunFolder) -> CheckResult:
     """Fail if what a killed reader left stood longer than its first term, or one extension after the crash."""
     rules = ["KVC-LEASE-009", "KVC-LEASE-013", "L1"]
-    title = "A dead reader's blocks are free within one extension of their leases"
+    title = "A dead reader's blocks are free one extension after the crash, or when their first term ends"
     found = [r for r in reclaims(run) if r.leases]
     if not found:
         return CheckResult(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from click.core import ParameterSource
 from rich.console import Console
 
 from harness.checks import judge, overall
@@ -90,6 +91,9 @@ def command(
 ) -> int:
     """Run SCENARIO (a name from `pdproof list`, or a .toml file), judge it, and print the verdicts."""
     data = load_scenario(scenario)
+    chosen = click.get_current_context().get_parameter_source("arm") is ParameterSource.COMMANDLINE
+    if data.kv is not None and chosen:
+        raise click.UsageError(f"scenario {data.name} runs without shadows: --arm has no place here; see --baseline")
     given = {"single_timeout": single_timeout, "decode_clock_offset_s": decode_clock_offset_s}
     changes = {name: value for name, value in given.items() if value is not None}
     if data.kv is None and (changes or baseline or no_clock_correction):

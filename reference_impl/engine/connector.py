@@ -127,8 +127,12 @@ class Connector:
         load = asked.load
         content = ""
         if load is not None:
-            self._check(load)
-            self._check_length(request_id, load, len(prompt), now_ns)
+            try:
+                self._check(load, len(prompt))
+            except BadHandOff:
+                if load.engine_id != self._engine_id:
+                    self.reject(request_id, load, now_ns)
+                raise
             content = fingerprint(prompt[: load.tokens], load.blocks)
         try:
             sequence = self.core.sequence(
@@ -147,7 +151,8 @@ class Connector:
     def _keeps_turn(self, asked: Asked) -> bool:
         return self.terms.bidirectional_kv_xfer and asked.load is not None and not asked.keep
 
-    def _check(self, load: HandOff) -> None:
+    def _check(self, load: HandOff, prompt_tokens: int) -> None:
+        """Raise BadHandOff for one that this engine, or this prompt, can have no use for."""
         if load.engine_id == self._engine_id:
             raise BadHandOff("kv_transfer_params.remote_engine_id names this engine itself",
                              "kv_transfer_params.remote_engine_id")  # fmt: skip
@@ -156,11 +161,7 @@ class Connector:
                 "kv_transfer_params.remote_blocks_expiry_time is of two-turn mode, which is off here",
                 "kv_transfer_params.remote_blocks_expiry_time",
             )
-
-    def _check_length(self, request_id: str, load: HandOff, prompt_tokens: int, now_ns: int) -> None:
-        """Refuse a hand-off of a longer or, unless it is of a turn, a shorter text; its blocks are let go of."""
         if load.tokens > prompt_tokens or (load.tokens < prompt_tokens and not load.turn):
-            self.reject(request_id, load, now_ns)
             raise BadHandOff(
                 f"kv_transfer_params.remote_num_tokens is {load.tokens}, the prompt has {prompt_tokens} tokens",
                 "kv_transfer_params.remote_num_tokens",
@@ -364,7 +365,9 @@ class Connector:
         lease = freed.lease
         self.core.pool.release(reversed(lease.blocks))  # of a cached prefix the end is evicted first
         held_ms = (now_ns - lease.granted_ns) / NS_PER_MS
-        told: dict[str, Scalar] = {"blocks": len(lease.blocks), "held_ms": held_ms, "turn": lease.turn}
+        told: dict[str, Scalar] = {
+            "blocks": len(lease.blocks), "held_ms": held_ms, "turn": lease.turn, "heard_from": lease.heard_from,
+        }  # fmt: skip
         if freed.how is None:
             self._say(EventKind.LEASE_EXPIRED, lease.request_id, **told)
         else:

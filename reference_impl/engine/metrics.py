@@ -61,7 +61,7 @@ class EngineMetrics:
     def _kv(self, connector: Connector, recomputed_tokens: int) -> Iterator[Metric]:
         """Yield what the movement of KV comes to (KVC-OBS-001, O2)."""
         leases, holder, reader = connector.producer.leases, connector.producer.counts, connector.consumer.counts
-        held = sum(len(blocks) for blocks in leases.blocks)
+        held = len({block for blocks in leases.blocks for block in blocks})  # two leases may share some
         yield self._gauge("pdproof:leases_live", "leases granted and not ended", len(leases))
         yield self._gauge("pdproof:lease_blocks_held", "KV blocks under live leases", held)
         yield self._gauge("pdproof:loads_running", "requests whose KV is awaited from a peer", len(connector.consumer))

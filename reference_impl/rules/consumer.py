@@ -206,9 +206,10 @@ class Consumer:
             self.peers[handoff.engine_id] = Peer(
                 handoff.engine_id, handoff.host, handoff.port, try_at_ns=now_ns, wanted_ns=now_ns
             )  # fmt: skip
-        if not handoff.turn:
-            load.tracked = True
-            self.heartbeats.track(handoff.engine_id, handoff.request_id)
+            for waiting in self._loads.values():  # those that its loss left behind are kept alive again (L2)
+                if waiting.handoff.engine_id == handoff.engine_id:
+                    self._track(waiting)
+        self._track(load)
 
     def admit(self, request_id: str, remote_blocks: Iterable[int], local_blocks: Iterable[int], now_ns: int) -> None:
         """Start a load: its destination is there. The blocks are those still missing, in the same order."""
@@ -305,8 +306,16 @@ class Consumer:
             return
         if isinstance(send.message, Report):
             peer.keep(send.message)
+        if isinstance(send.message, Claim):
+            self._unclaim(send.message)
         if peer.link is Link.UP:
             self._doubt(peer, now_ns)
+
+    def _unclaim(self, claim: Claim) -> None:
+        """A claim that did not leave waits for the connection: if that fails, so does the load, at once."""
+        load = self._loads.get(claim.reader)
+        if load is not None and load.stage is Stage.CLAIMING:
+            load.stage = Stage.CONNECTING
 
     # What comes back.
 
@@ -444,7 +453,7 @@ class Consumer:
     def _claim(self, load: _Load, now_ns: int) -> None:
         load.claim_again_ns = now_ns + CLAIM_AGAIN_NS
         within_ns = load.claimed_ns + self.terms.read_limit_ns - now_ns
-        claim = Claim(load.handoff.request_id, load.request_id, within_ns, load.content)
+        claim = Claim(load.handoff.request_id, load.request_id, within_ns, load.content, load.handoff.slot)
         self._actions.append(Send(load.handoff.engine_id, claim))
 
     def _in_time(self, load: _Load, peer: Peer, now_ns: int) -> bool:
@@ -481,11 +490,17 @@ class Consumer:
         peer = self.peers.get(load.handoff.engine_id)
         if peer is None:
             return
-        report = Report(load.handoff.request_id, load.request_id, how)
+        report = Report(load.handoff.request_id, load.request_id, how, load.handoff.slot)
         if peer.link is Link.UP:
             self._actions.append(Send(peer.engine_id, report))
         else:
             peer.keep(report)
+
+    def _track(self, load: _Load) -> None:
+        """Keep a lease alive; a turn's is not renewed (KVC-CLK-001)."""
+        if not load.tracked and not load.handoff.turn:
+            load.tracked = True
+            self.heartbeats.track(load.handoff.engine_id, load.handoff.request_id)
 
     def _untrack(self, load: _Load) -> None:
         if load.tracked:

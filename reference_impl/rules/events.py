@@ -44,8 +44,9 @@ class EventKind(enum.StrEnum):
     # Leases, said by the engine that holds the blocks. subject: the holder's request id. detail: engine_id
     LEASE_GRANTED = "lease.granted"  # detail: blocks, duration_s, turn (True: decode-side blocks of a finished turn)
     LEASE_EXTENDED = "lease.extended"  # one a heartbeat. subject: the reader's engine id. detail: leases, unknown
-    LEASE_RELEASED = "lease.released"  # detail: blocks, held_ms, how (read, hit, abort, failed), turn
-    LEASE_EXPIRED = "lease.expired"  # detail: blocks, held_ms, turn
+    # heard_from: the engine that last renewed or claimed it, "" if none ever did
+    LEASE_RELEASED = "lease.released"  # detail: blocks, held_ms, how (read, hit, abort, failed), turn, heard_from
+    LEASE_EXPIRED = "lease.expired"  # detail: blocks, held_ms, turn, heard_from
     TURN_RENEWED = "turn.renewed"  # by the client. detail: duration_s
     CLAIM_REFUSED = "lease.claim_refused"  # a reader came too late, or with a used hand-off. detail: reader, reason
     # Loads, said by the reader. subject: its own request id. detail: engine_id, remote_engine_id, remote_request_id

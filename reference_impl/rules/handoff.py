@@ -42,6 +42,9 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     expiry_ns: int = 0
     """On the holder's clock; 0: a lease that heartbeats renew, so its end is nobody else's business."""
 
+    slot: int = -1
+    """Which of several readers this one is (ours: `remote_reader`); -1: the only one, or not said."""
+
     @property
     def turn(self) -> bool:
         """Whether these are decode-side blocks of a finished turn."""
@@ -88,6 +91,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     remote_blocks_expiry_time: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] | None = None
     transfer_mode: str | None = None
     remote_readers: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    remote_reader: Annotated[int, msgspec.Meta(ge=0, le=1023)] | None = None
 
 
 def parse(params: object, *, block_tokens: int, hosts: tuple[str, ...]) -> Asked:
@@ -125,6 +129,7 @@ def _hand_off(given: _Params, block_tokens: int, hosts: tuple[str, ...]) -> Hand
         engine_id=given.remote_engine_id or "", request_id=given.remote_request_id or "", host=given.remote_host or "",
         port=given.remote_port or 0, blocks=blocks, tokens=tokens, ranks=given.tp_size or 1,
         expiry_ns=round((given.remote_blocks_expiry_time or 0) * NS_PER_S),
+        slot=-1 if given.remote_reader is None else given.remote_reader,
     )  # fmt: skip
 
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import Final
+
+NO_SLOT: Final = -1
+"""A reader that names no place: it counts by its own id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +32,8 @@ class Lease:
     reported: set[str] = field(default_factory=set)
     reading: set[str] = field(default_factory=set)
     """Readers whose claim was granted and who have not reported: one may be reading now."""
+    heard_from: str = ""
+    """The engine that last renewed or claimed it: whose reader it is, as far as the holder knows."""
     ended: bool = False
 
     @property
@@ -78,35 +84,41 @@ class LeaseTable:
         heapq.heappush(self._due, (lease.deadline_ns, self._granted, lease))
         return lease
 
-    def extend(self, request_id: str, until_ns: int) -> bool:
+    def extend(self, request_id: str, until_ns: int, heard_from: str = "") -> bool:
         """Move a deadline to `until_ns`, never back (KVC-LEASE-003); false, and nothing made, without a lease."""
         lease = self._leases.get(request_id)
         if lease is None:
             return False
         lease.deadline_ns = max(lease.deadline_ns, until_ns)
+        lease.heard_from = heard_from or lease.heard_from
         return True
 
-    def claim(self, request_id: str, reader: str, until_ns: int) -> bool:
+    def claim(self, request_id: str, reader: str, until_ns: int, *, slot: int = NO_SLOT, heard_from: str = "") -> bool:
         """Let a reader read until `until_ns`: the lease does not end before, unless it reports; false without a lease.
 
-        A reader that nobody expected (a hand-off used twice at once) is waited for all the same (S1).
+        A reader that nobody expected (a hand-off used twice at once) is waited for all the same (S1). One that takes an
+        expected place again (a retry) is expected again.
         """
         lease = self._leases.get(request_id)
         if lease is None:
             return False
         lease.reading.add(reader)
-        return self.extend(request_id, until_ns)
+        if slot != NO_SLOT:
+            lease.reported.discard(_place(reader, slot))
+        return self.extend(request_id, until_ns, heard_from)
 
-    def report(self, request_id: str, reader: str) -> Lease | None:
+    def report(self, request_id: str, reader: str, slot: int = NO_SLOT) -> Lease | None:
         """Note that a reader needs the blocks no longer; return the lease if that was the last one it waited for.
 
-        Readers are counted, not messages: one that reports twice counts once.
+        Readers are counted, not messages: one that reports twice counts once. With several readers each takes a place
+        (`slot`, below `readers`), so that a retry does not use up the place of another (S3).
         """
         lease = self._leases.get(request_id)
         if lease is None:
             return None
-        lease.reported.add(reader)
         lease.reading.discard(reader)
+        if slot < lease.readers:
+            lease.reported.add(_place(reader, slot))
         return self.end(request_id) if lease.done else None
 
     def end(self, request_id: str) -> Lease | None:
@@ -132,3 +144,8 @@ class LeaseTable:
             self.end(lease.request_id)
             expired.append(lease)
         return expired
+
+
+def _place(reader: str, slot: int) -> str:
+    """Return what a reader counts as."""
+    return reader if slot == NO_SLOT else f"place {slot}"

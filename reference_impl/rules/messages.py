@@ -17,6 +17,7 @@ HEARTBEAT_IDS_MAX: Final = 512
 """Ids in one heartbeat: 512 of 80 characters stay below the limit."""
 ID_CHARS_MAX: Final = 120
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_CHARS_MAX)]
+_Slot = Annotated[int, msgspec.Meta(ge=-1, le=1023)]
 _Length = Annotated[int, msgspec.Meta(ge=0, le=86_400_000_000_000)]
 
 
@@ -50,6 +51,8 @@ class Claim(msgspec.Struct, frozen=True, tag="claim", array_like=True):
     within_ns: _Length
     content: Annotated[str, msgspec.Meta(max_length=64)]
     """Fingerprint of the tokens whose KV the reader expects: the holder compares, so no foreign KV is ever read."""
+    slot: _Slot = -1
+    """Which of several expected readers this is; -1: the hand-off names no places."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
@@ -67,6 +70,7 @@ class Report(msgspec.Struct, frozen=True, tag="report", array_like=True):
     request: _Id
     reader: _Id
     how: How
+    slot: _Slot = -1
 
 
 Message: TypeAlias = Heartbeat | Claim | Answer | Report

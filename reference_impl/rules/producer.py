@@ -157,7 +157,7 @@ class Producer:
             case Claim():
                 self._claim(engine_id, message, now_ns)
             case Report():
-                self._free(self.leases.report(message.request, message.reader), message.how)
+                self._free(self.leases.report(message.request, message.reader, message.slot), message.how)
             case Answer():
                 return message
         return None
@@ -167,7 +167,7 @@ class Producer:
         if not self.terms.renews:
             return
         until_ns = now_ns + self.terms.extension_ns
-        extended = sum(self.leases.extend(request_id, until_ns) for request_id in beat.requests)
+        extended = sum(self.leases.extend(request_id, until_ns, engine_id) for request_id in beat.requests)
         self.counts.extended += extended
         self._actions.append(Extended(engine_id, extended, len(beat.requests) - extended))
 
@@ -177,7 +177,8 @@ class Producer:
             self.counts.claims_refused += 1
             self._actions.append(Refused(claim.request, claim.reader, reason))
         else:
-            self.leases.claim(claim.request, claim.reader, now_ns + claim.within_ns)
+            until_ns = now_ns + claim.within_ns
+            self.leases.claim(claim.request, claim.reader, until_ns, slot=claim.slot, heard_from=engine_id)
         answer = Answer(claim.request, claim.reader, not reason, reason)
         self._actions.append(Send(engine_id, answer))
 
@@ -187,6 +188,8 @@ class Producer:
         if lease is None:
             self.counts.late_claims += 1
             return "no lease: it has ended, or never was"
+        if claim.slot >= lease.readers:
+            return f"only {lease.readers} readers are expected, so there is no place {claim.slot}"
         if claim.reader in lease.reported:
             return "this reader has reported already"
         if claim.content != lease.content:

@@ -52,7 +52,9 @@ def _theirs(other: KvArm, ratio: float) -> str:
     least = "more than " if standing else ""
     times = f"{least}{_times(ratio)} longer" if ratio >= 1 else f"{least}{ratio:.2f} times as long"
     held = words.duration(held_s(other))
-    return f"{_timeout(other)} {f'still held them after {held}' if standing else f'held them for {held}'} ({times})"
+    blocks = f"its {words.plural(other.crash.blocks, 'block')}" if other.crash else "them"
+    told = f"still held {blocks} after {held}" if standing else f"held {blocks} for {held}"
+    return f"{_timeout(other)} {told} ({times})"
 
 
 def _times(ratio: float) -> str:

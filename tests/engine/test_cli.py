@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from reference_impl.engine import cli
 from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.oracle import expected_answers
+from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.routing import Role
 from tests.waiting import until
 
@@ -98,6 +101,15 @@ def test_it_ends_cleanly_while_it_makes_its_weights(tmp_path: Path) -> None:
         (["--role", "chief"], "--role"),
         (["--ranks", "3"], "--ranks"),
         (["--port", "70000"], "--port must be 0 to 65535, got 70000"),
+        (["--name", "two words"], "pdproof-engine: --name must be"),
+        (["--name", 'quo"te'], "pdproof-engine: --name must be"),
+        (["--name", "a\tb\x1b[0m"], "pdproof-engine: --name must be"),
+        (["--name", "one\ntwo"], "pdproof-engine: --name must be"),
+        (["--name", "x" * 200], "pdproof-engine: --name must be"),
+        (["--name", "é"], "pdproof-engine: --name must be"),
+        (["--host", "nohost.invalid"], "pdproof-engine: --host 'nohost.invalid'"),
+        (["--host", "a" * 70], "pdproof-engine: --host 'aaa"),
+        (["--host", ""], "pdproof-engine: --host ''"),
         (["--profile", "none-such"], "profile 'none-such'"),
         (["--kv-transfer-config", "{"], "--kv-transfer-config: it must be a JSON object"),
         (["--kv-transfer-config", '{"kv_lease_duration": 0}'], "kv_lease_duration must be above 0"),
@@ -111,6 +123,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(
         output, errors = child.communicate(timeout=20)
     assert child.returncode == 2
     assert words in errors.splitlines()[-1]
+    assert len(errors.splitlines()) == 1 or errors.startswith("usage: ")
     assert output == ""
     assert not list(tmp_path.iterdir())
 
@@ -127,3 +140,64 @@ def test_a_taken_port_is_one_clear_line(tmp_path: Path) -> None:
         errors.strip()
         == f"pdproof-engine: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port"
     )
+
+
+def test_what_a_killed_engine_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    (tmp_path / "pdproof-engine-link").symlink_to(other)
+    (tmp_path / "pdproof-engine-file").touch()
+    (tmp_path / "pdproof-chromium-x").mkdir()
+    kept = set(tmp_path.iterdir()) | {tmp_path / "cache"}
+    with engine(tmp_path, "--profile", "tiny") as living:
+        first_line(living)
+        of_living = set(tmp_path.iterdir()) - kept
+        assert len(of_living) == 1
+        with engine(tmp_path, "--profile", "tiny") as killed:
+            first_line(killed)
+            assert len(set(tmp_path.iterdir()) - kept) == 2
+            killed.kill()
+            killed.wait(20)
+        assert len(set(tmp_path.iterdir()) - kept) == 2
+        with engine(tmp_path, "--profile", "tiny") as third:
+            first_line(third)
+            assert len(set(tmp_path.iterdir()) - kept) == 2
+            third.terminate()
+            assert third.wait(20) == 0
+        assert set(tmp_path.iterdir()) == kept | of_living
+        assert living.poll() is None
+        living.terminate()
+        assert living.wait(20) == 0
+    assert set(tmp_path.iterdir()) == kept
+    assert list(other.iterdir())
+
+
+def test_a_folder_taken_from_under_an_engine_that_starts_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making its folder and locking it an engine looks dead to another that starts."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    swept = []
+
+    def made(prefix: str) -> str:
+        folder = mkdtemp(prefix=prefix)
+        if not swept:
+            swept.append(folder)
+            cli._sweep()
+        return folder
+
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr("tempfile.mkdtemp", made)
+    with cli._folder() as folder:
+        assert folder.is_dir()
+        assert str(folder) not in swept
+        cli._sweep()
+        assert folder.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_help_says_what_the_side_channel_is_sealed_with() -> None:
+    told = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
+    assert TOKEN_VARIABLE in told
+    assert "accident" in told

@@ -24,18 +24,21 @@ from reference_impl.content import BLOCK_BYTES, BLOCK_TOKENS
 from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.engine.config import MODEL_NAME
 from reference_impl.realclock import now_ns
+from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.agreement import Hello
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.messages import MESSAGE_BYTES_MAX, Answer, Claim, Heartbeat, How, Report, decode, encode
 from reference_impl.rules.terms import KvTerms
-from reference_impl.transport.hello import HandshakeClient, HandshakeFailed
-from tests.deployment.split import Client, History, lone_engine, prompt_of, under_way
+from reference_impl.transport.agent import opened, sealed
+from reference_impl.transport.hello import HandshakeClient, HandshakeFailed, framed
+from tests.deployment.split import TOKEN, Client, History, lone_engine, prompt_of, under_way
 from tests.transport.holding_engine import shared_pool
 from tests.waiting import until_async
 
 pytestmark = [pytest.mark.nixl]
 
 LEASE_S = 3.0
+SECRET = TOKEN.encode()
 TERMS = KvTerms(kv_lease_duration=LEASE_S)
 MALFORMED = "pdproof:notifications_malformed_total"
 _numbers = itertools.count(1)
@@ -49,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Iterator[dict[str, EngineAnnouncement]]:
     terms: dict[str, object] = {"kv_lease_duration": LEASE_S}
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        patch.setenv(TOKEN_VARIABLE, TOKEN)
         starting = {
             name: pool.submit(stack.enter_context, lone_engine(folder, role, terms))
             for name, role in (("p0", "prefill"), ("d0", "decode"))
@@ -84,7 +88,7 @@ class Stranger:
 
     async def meet(self, params: dict[str, Any]) -> None:
         """Shake hands with the engine that a hand-off names."""
-        met = await HandshakeClient(now_ns).connect(
+        met = await HandshakeClient(now_ns, SECRET).connect(
             params["remote_host"], params["remote_port"], self.hello(), params["remote_engine_id"], 5
         )
         self.transport.add_peer(met.theirs.engine_id, met.theirs.addresses)
@@ -253,13 +257,13 @@ async def test_peers_that_do_not_suit_are_refused_with_a_reason(client: Client, 
     }  # fmt: skip
     for name, value in changes.items():
         with pytest.raises(HandshakeFailed, match="refused: "):
-            await HandshakeClient(now_ns).connect(
+            await HandshakeClient(now_ns, SECRET).connect(
                 params["remote_host"], params["remote_port"], stranger.hello(**{name: value}),
                 params["remote_engine_id"], 5,
             )  # fmt: skip
     damaged = [msgspec.structs.replace(a, metadata=a.metadata[:-3] + b"xyz") for a in stranger.transport.addresses()]
     with pytest.raises(HandshakeFailed, match="damaged"):
-        await HandshakeClient(now_ns).connect(
+        await HandshakeClient(now_ns, SECRET).connect(
             params["remote_host"], params["remote_port"], stranger.hello(addresses=damaged),
             params["remote_engine_id"], 5,
         )  # fmt: skip
@@ -275,6 +279,7 @@ async def test_noise_and_silence_on_the_side_channel_delay_nobody(client: Client
         b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(5000), struct.pack("!I", 0), struct.pack("!I", 2**31),
         struct.pack("!I", 1 << 20), struct.pack("!I", 100) + chance.randbytes(100), struct.pack("!I", 10) + b"half",
         struct.pack("!I", 50_000) + b"\x91" * 50_000,
+        *(framed(body, SECRET) for body in _almost_hellos(stranger)),
         *(struct.pack("!I", len(body)) + body for body in _almost_hellos(stranger)),
     ]  # fmt: skip
     with ExitStack() as stack:
@@ -286,6 +291,26 @@ async def test_noise_and_silence_on_the_side_channel_delay_nobody(client: Client
         await stranger.meet(params)
         assert now_ns() - began_ns < 2e9
         assert (await client.decoded(prompt_of(6, 100), 5, params)).tokens == client.right(prompt_of(6, 100), 5)
+
+
+@pytest.mark.rule("KVC-HSK-002")
+async def test_an_introduction_that_the_secret_does_not_seal_never_reaches_nixl(
+    client: Client, stranger: Stranger
+) -> None:
+    """Metadata that NIXL made, changed, behind a fresh digest: its parser would end the process (R1)."""
+    params = await client.prefilled(prompt_of(8, 100))
+    where = (params["remote_host"], params["remote_port"])
+    good = stranger.transport.addresses()[0]
+    chance = random.Random(8)
+    for secret in (b"", b"another") * 20:
+        changed = bytearray(opened(good.metadata))
+        for _ in range(4):
+            changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        worse = stranger.hello(addresses=[msgspec.structs.replace(good, metadata=sealed(bytes(changed)))])
+        with pytest.raises(HandshakeFailed):
+            await HandshakeClient(now_ns, secret).connect(*where, worse, params["remote_engine_id"], 5)
+    await stranger.meet(params)
+    assert (await client.decoded(prompt_of(8, 100), 5, params)).tokens == client.right(prompt_of(8, 100), 5)
 
 
 def _almost_hellos(stranger: Stranger) -> list[bytes]:

@@ -51,6 +51,8 @@ def test_every_term_may_stand_at_the_top_or_in_the_extra_part() -> None:
         ('{"kv_lease_duration": 6, "kv_connector_extra_config": {"kv_lease_duration": 6}}', "stands twice"),
         ('{"kv_lease_duration": 0}', "kv_lease_duration must be above 0"),
         ('{"kv_lease_duration": -1}', "kv_lease_duration must be above 0"),
+        ('{"kv_lease_duration": 0.01}', "kv_lease_duration must be at least 0.05 seconds"),
+        ('{"read_limit": 1e-9}', "read_limit must be at least 0.05 seconds"),
         ('{"kv_lease_duration": 1e300}', "kv_lease_duration must be above 0"),
         ('{"kv_lease_duration": 1e999}', "a JSON object"),
         ('{"kv_lease_duration": "6"}', "kv_lease_duration: Expected `float`"),

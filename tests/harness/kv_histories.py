@@ -69,14 +69,29 @@ class KvHistory(History):
             seconds, EventKind.LEASE_RELEASED, request, blocks=125, held_ms=1.0, how=how, turn=False
         )  # fmt: skip
 
-    def expire(self, seconds: float, request: str) -> None:
-        self.of_p(seconds, EventKind.LEASE_EXPIRED, request, blocks=125, held_ms=1.0, turn=False)
+    def expire(self, seconds: float, request: str, heard_from: str = "d0-e1.x") -> None:
+        self.of_p(
+            seconds, EventKind.LEASE_EXPIRED, request, blocks=125, held_ms=1.0, turn=False, heard_from=heard_from
+        )  # fmt: skip
+
+    def loaded(self, seconds: float, request: str) -> None:
+        self.of_d(
+            seconds, EventKind.LOAD_DONE, f"of-{request}", tokens=2000, blocks=125, waited_ms=1.0, read_ms=1.0,
+            remote_engine_id="p0-e1.x", remote_request_id=request,
+        )  # fmt: skip
+
+    def load_failed(self, seconds: float, request: str, *, expired: bool = False) -> None:
+        self.of_d(
+            seconds, EventKind.LOAD_FAILED, f"of-{request}", reason="torn", policy="recompute", expired=expired,
+            remote_engine_id="p0-e1.x", remote_request_id=request,
+        )  # fmt: skip
 
     def _leases(self) -> None:
         """One a second, read after 0.3 s; two were waiting for d0 when it died, one of them renewed just before."""
         for number in range(60):
             self.grant(number + 0.1, f"p{number}")
             if number not in (17, 18):
+                self.loaded(number + 0.39, f"p{number}")
                 self.release(number + 0.4, f"p{number}")
         self.expire(KILL_S + 3.2, "p17")
         self.expire(KILL_S + 4.1, "p18")

@@ -109,6 +109,7 @@ def test_terms_and_events_that_make_no_sense_are_a_bad_run_folder(tmp_path: Path
 def test_a_run_in_which_no_kv_moves_has_no_terms(tmp_path: Path) -> None:
     run = quiet()
     del run.configuration["terms"]
+    del run.configuration["scenario"]["kv"]
     folder = run.write(tmp_path / "run")
     assert terms_of(RunFolder(folder.path)) is None
     assert reclaims(folder) == []

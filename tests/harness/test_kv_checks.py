@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from harness.checks import CHECKS, OF_MOVING_KV, judge, overall
+from harness.errors import BadRunFolder
 from harness.verdicts import Verdict
 from reference_impl.rules.events import EventKind
 from tests.harness.histories import at, clean
@@ -50,6 +51,19 @@ def nothing_was_left_behind(h: KvHistory) -> None:
     h.drop(lambda e: e.subject in ("p17", "p18"))
 
 
+def a_living_readers_lease_runs_out_in_the_faults_window(h: KvHistory) -> None:
+    h.drop(lambda e: e.kind is EventKind.LEASE_RELEASED and e.subject == "p21")
+    h.expire(26, "p21", heard_from="d1-e1.x")
+
+
+def no_load_is_done(h: KvHistory) -> None:
+    h.drop(lambda e: e.kind is EventKind.LOAD_DONE)
+
+
+def a_load_fails_for_no_reason(h: KvHistory) -> None:
+    h.load_failed(50, "p49")
+
+
 def no_leases(h: KvHistory) -> None:
     h.drop(lambda e: e.kind.startswith("lease."))
 
@@ -87,7 +101,10 @@ def nobody_looked(h: KvHistory) -> None:
 TWINS = [
     ("leases-kept", lease_ends_early, Verdict.FAIL),
     ("leases-kept", reader_comes_too_late, Verdict.FAIL),
+    ("leases-kept", a_living_readers_lease_runs_out_in_the_faults_window, Verdict.FAIL),
     ("leases-kept", no_leases, Verdict.INCONCLUSIVE),
+    ("kv-loaded", no_load_is_done, Verdict.INCONCLUSIVE),
+    ("kv-loaded", a_load_fails_for_no_reason, Verdict.FAIL),
     ("reclaim", dead_blocks_are_held, Verdict.FAIL),
     ("reclaim", dead_blocks_are_never_freed, Verdict.FAIL),
     ("reclaim", nothing_was_left_behind, Verdict.INCONCLUSIVE),
@@ -122,6 +139,31 @@ def test_a_turn_that_its_client_renewed_is_judged_by_the_renewal(tmp_path: Path)
     history.of_d(12, EventKind.TURN_RENEWED, "t3", duration_s=10.0)  # and so it lived until 22
     result = CHECKS["turns"](history.write(tmp_path / "again"))
     assert result.verdict is Verdict.FAIL, result.found
+
+
+def test_a_load_that_fails_in_a_faults_window_or_comes_too_late_for_a_turn_is_explained(tmp_path: Path) -> None:
+    history = KvHistory()
+    history.load_failed(KILL_S + 1, "p19")
+    history.load_failed(50, "t3", expired=True)
+    result = CHECKS["kv-loaded"](history.write(tmp_path / "run"))
+    assert result.verdict is Verdict.PASS, result.found
+
+
+def test_a_living_readers_lease_is_not_counted_as_the_dead_ones(tmp_path: Path) -> None:
+    history = KvHistory()
+    a_living_readers_lease_runs_out_in_the_faults_window(history)
+    history.grant(19.5, "other")
+    history.expire(29.9, "other", heard_from="d1-e1.x")
+    result = CHECKS["reclaim"](history.write(tmp_path / "run"))
+    assert result.verdict is Verdict.PASS, result.found
+    assert msgspec.to_builtins(result.evidence)["leases"] == 2
+
+
+def test_a_folder_whose_terms_are_missing_is_not_judged_without_them(tmp_path: Path) -> None:
+    history = KvHistory()
+    del history.configuration["terms"]
+    with pytest.raises(BadRunFolder, match=r"configuration\.terms is missing"):
+        judge(history.write(tmp_path / "run"))
 
 
 def test_the_old_design_fails_what_leases_promise(tmp_path: Path) -> None:

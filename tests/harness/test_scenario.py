@@ -54,6 +54,7 @@ def test_a_good_file_loads(tmp_path: Path) -> None:
         ({"fault": 'fault = { kind = "kill" }'}, "needs the worker"),
         ({"fault": 'fault = { kind = "router_hold", seconds = 1 }'}, "seconds and requests"),
         ({"fault": 'fault = { kind = "router_hold", seconds = 1, requests = 1 }'}, "needs [kv]"),
+        ({"fault": 'fault = { kind = "kill", worker = "w0", requests = 3 }'}, "of a router_hold"),
         ({"extra": "kv = { prefill = 0 }"}, "prefill"),
         ({"extra": "kv = { decode_ranks = 3 }"}, "decode_ranks"),
         ({"extra": "kv = { kv_lease_duration = 0 }"}, "kv_lease_duration"),

@@ -115,7 +115,7 @@ def test_a_set_where_a_count_belongs() -> None:
 def test_min_for_max_on_extend() -> None:
     """KVC-LEASE-003."""
 
-    def extend(self: LeaseTable, request_id: str, until_ns: int) -> bool:
+    def extend(self: LeaseTable, request_id: str, until_ns: int, _heard_from: str = "") -> bool:
         lease = self.get(request_id)
         if lease is None:
             return False
@@ -129,11 +129,11 @@ def test_counting_messages_for_counting_readers() -> None:
     """KVC-REL-004, -005."""
     report = LeaseTable.report
 
-    def count(self: LeaseTable, request_id: str, reader: str) -> Lease | None:
+    def count(self: LeaseTable, request_id: str, reader: str, slot: int) -> Lease | None:
         lease = self.get(request_id)
         if lease is not None:
             lease.reported.add(f"{reader} {len(lease.reported)}")
-        return report(self, request_id, reader)
+        return report(self, request_id, reader, slot)
 
     caught(lambda patch: patch.setattr(LeaseTable, "report", count), ("S3", "S1"), faults=LOSSY)
 
@@ -204,7 +204,7 @@ def test_a_margin_of_nothing_and_an_error_that_is_not_taken_off() -> None:
 def test_release_at_expiry_while_a_read_runs() -> None:
     """S1: a claim that is granted and does not extend."""
 
-    def claim(self: LeaseTable, request_id: str, reader: str, until_ns: int) -> bool:
+    def claim(self: LeaseTable, request_id: str, reader: str, _until_ns: int, **_: object) -> bool:
         lease = self.get(request_id)
         if lease is None:
             return False

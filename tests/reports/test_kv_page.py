@@ -72,7 +72,10 @@ def test_the_page_is_one_sound_file_that_says_what_its_summary_says() -> None:
 def test_the_head_has_the_sentence_the_bars_and_the_scale() -> None:
     page, text, summary = crash_page()
     head = Page(text[: text.index("<main>")])
-    assert "freed its 24,000 blocks in 17.0 s; one timeout of 480 s held them for 478 s (28 times longer)" in head.text
+    assert (
+        "freed its 24,000 blocks in 17.0 s; one timeout of 480 s held its 24,000 blocks for 478 s (28 times longer)"
+        in head.text
+    )
     bars = next(values["aria-label"] for tag, values in page.tags if values.get("role") == "img" and tag == "div")
     assert bars.endswith("Leases 17.0 s. Timeout 480 s 478 s. Timeout 5 s 3.00 s.")
     assert "measured ones times 10" in head.text

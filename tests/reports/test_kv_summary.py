@@ -47,8 +47,8 @@ def test_a_crash_by_design_in_exact_figures(tmp_path: Path) -> None:
     assert summary.ratio_reclaim == pytest.approx(478 / 17)
     assert summary.ratio_of == "single-timeout-480"
     assert lead(summary) == (
-        "After D's crash the lease design freed its 24,000 blocks in 17.0 s; one timeout of 480 s held them for 478 s "
-        "(28 times longer); one timeout of 5 s freed 8 of 46 leases while their readers still lived; "
+        "After D's crash the lease design freed its 24,000 blocks in 17.0 s; one timeout of 480 s held its 24,000 "
+        "blocks for 478 s (28 times longer); one timeout of 5 s freed 8 of 46 leases while their readers still lived; "
         "no answer was wrong anywhere."
     )
 
@@ -250,7 +250,7 @@ def test_what_was_still_held_at_the_end_was_held_for_longer_than_it_was_watched(
     assert (long.crash.standing, long.crash.reclaim_s) == (1, None)
     assert long.at_full_scale.watched_s == pytest.approx(540)
     assert summary.ratio_reclaim == pytest.approx(540 / 17)
-    assert "one timeout of 480 s still held them after 540 s (more than 32 times longer)" in lead(summary)
+    assert "one timeout of 480 s still held its 24,000 blocks after 540 s (more than 32 times longer)" in lead(summary)
 
 
 def test_runs_that_differ_in_more_than_their_design_cannot_be_compared(tmp_path: Path) -> None:

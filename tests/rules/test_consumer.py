@@ -24,7 +24,7 @@ from reference_impl.rules.consumer import (
     Read,
     Stage,
 )
-from reference_impl.rules.messages import Answer, Claim, How, Report
+from reference_impl.rules.messages import Answer, Claim, Heartbeat, How, Report
 from reference_impl.rules.peers import FORGET_IDLE_NS, MEASURE_PAUSE_NS, OUTBOX_MAX, Peer
 from reference_impl.rules.producer import Send
 from reference_impl.rules.terms import KvTerms
@@ -451,3 +451,38 @@ def test_every_load_ends_once_and_in_time_whatever_happens(history: list[tuple[s
     settle()
     assert consumer.idle, "nothing is left (K1)"
     assert consumer.heartbeats.engines == []
+
+
+@pytest.mark.rule("KVC-LEASE-010", "KVC-HB-001")
+def test_a_reader_that_its_peers_loss_left_behind_is_kept_alive_again_when_the_peer_is_back() -> None:
+    consumer = connected()
+    consumer.arrive("queued", handoff("one"), "text", 0)
+    consumer.lost(P, "unreachable")
+    consumer.arrive("new", handoff("two"), "text", S)
+    consumer.tick(S)
+    consumer.connected(P, 5 * S, [], 2 * S)
+    consumer.take()
+    consumer.tick(2 * S)
+    [beat] = messages(Heartbeat, consumer.take())
+    assert sorted(beat.requests) == ["one", "two"]
+
+
+@pytest.mark.rule("KVC-HSK-002")
+def test_a_claim_that_does_not_leave_ends_with_the_handshake_that_fails_then() -> None:
+    consumer = connected()
+    claimed(consumer)
+    [send] = only(Send, consumer.take())
+    consumer.sent(send, S, ok=False)
+    consumer.connect_failed(P, "refused", 2 * S)
+    assert [failed.request_id for failed in only(Failed, consumer.take())] == ["r"]
+
+
+def test_a_claim_that_did_not_leave_is_made_again_on_the_next_connection() -> None:
+    consumer = connected()
+    claimed(consumer)
+    [send] = only(Send, consumer.take())
+    consumer.sent(send, S, ok=False)
+    consumer.connected(P, 0, [], 2 * S)
+    assert len(messages(Claim, consumer.take())) == 1
+    consumer.answered(P, YES, 3 * S)
+    assert len(only(Read, consumer.take())) == 1

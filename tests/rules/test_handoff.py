@@ -109,6 +109,25 @@ def test_an_extra_field_is_named(name: str) -> None:
     assert refused(**{name: 1}) == name.split("`", maxsplit=1)[0]
 
 
+@pytest.mark.rule("KVC-XFER-005")
+@pytest.mark.parametrize(
+    ("params", "message", "param"),
+    [
+        ({"remote_port": "7000"}, "Expected `int`, got `str` - at `$.kv_transfer_params.remote_port`", "remote_port"),
+        ({"remote_block_ids": [["x"]]},
+         "Expected `int`, got `str` - at `$.kv_transfer_params.remote_block_ids[...][...]`", "remote_block_ids"),
+        ({"x": 1}, "kv_transfer_params: Object contains unknown field `x`", "x"),
+        ({" - at `$.y": 1}, "kv_transfer_params: Object contains unknown field ` - at `$.y`", " - at "),
+        ([], "kv_transfer_params: Expected `object`, got `array`", ""),
+    ],
+)  # fmt: skip
+def test_a_message_names_the_path_from_the_requests_root(params: Any, message: str, param: str) -> None:
+    with pytest.raises(BadHandOff) as caught:
+        door(params)
+    assert str(caught.value) == message
+    assert caught.value.param == ".".join(filter(None, ("kv_transfer_params", param)))
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

@@ -150,3 +150,35 @@ def test_ended_leases_leave_the_heap_when_their_time_comes() -> None:
     table.end("a")
     assert ended(table, 5) == ["b"]
     assert table._due == []
+
+
+@pytest.mark.rule("KVC-REL-005")
+def test_a_retry_takes_its_own_place_and_not_another_readers() -> None:
+    """S3: A aborts, its client tries again as A2, and B is still to come."""
+    table = LeaseTable()
+    table.grant("r", [1], readers=2, now_ns=0, length_ns=10)
+    assert table.report("r", "A", 0) is None
+    assert table.claim("r", "A2", 20, slot=0)
+    assert table.report("r", "A2", 0) is None
+    assert table.claim("r", "B", 20, slot=1)
+    lease = table.report("r", "B", 1)
+    assert lease is not None
+    assert lease.reported == {"place 0", "place 1"}
+
+
+@pytest.mark.rule("KVC-REL-004")
+def test_a_report_for_a_place_that_there_is_not_counts_for_nothing() -> None:
+    table = LeaseTable()
+    table.grant("r", [1], readers=1, now_ns=0, length_ns=10)
+    assert table.report("r", "x", 5) is None
+    assert table.report("r", "y", 0) is not None
+
+
+def test_a_lease_knows_who_was_heard_last() -> None:
+    table = LeaseTable()
+    lease = table.grant("r", [1], readers=1, now_ns=0, length_ns=10)
+    assert lease.heard_from == ""
+    table.extend("r", 20, "d0")
+    table.claim("r", "x", 30, heard_from="d1")
+    table.extend("r", 40)
+    assert lease.heard_from == "d1"

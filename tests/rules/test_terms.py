@@ -39,6 +39,16 @@ def test_a_duration_that_makes_no_sense_is_refused_by_its_name(name: str, value:
         KvTerms(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "name", ["kv_lease_duration", "single_timeout", "decoder_kv_blocks_ttl", "read_limit", "load_limit"]
+)
+def test_a_duration_too_short_to_do_anything_in_is_refused_by_its_name(name: str) -> None:
+    for value in (1e-9, 0.0499):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0.05 seconds, got {value}"):
+            KvTerms(**{name: value})
+    assert getattr(KvTerms(**{"read_limit": 0.05, name: 0.05}), name) == 0.05
+
+
 def test_a_load_has_time_for_its_read() -> None:
     with pytest.raises(ValueError, match="load_limit must be at least read_limit"):
         KvTerms(read_limit=5, load_limit=4)

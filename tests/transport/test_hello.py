@@ -24,11 +24,13 @@ from reference_impl.transport.hello import (
     HandshakeClient,
     HandshakeFailed,
     HandshakeServer,
+    framed,
 )
 from tests.waiting import until_async
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0
+SECRET = b"secret of a test"
 
 
 def hello(engine_id: str = "P#1", **changes: Any) -> Hello:
@@ -54,7 +56,7 @@ class Served:
         self.mine: Hello | None = hello()
         self.met: list[Hello] = []
         self.refuses = ""
-        self.server = HandshakeServer(lambda: self.mine, self.meet, self.clock.now_ns)
+        self.server = HandshakeServer(lambda: self.mine, self.meet, self.clock.now_ns, SECRET)
 
     def meet(self, theirs: Hello) -> None:
         if self.refuses:
@@ -62,7 +64,7 @@ class Served:
         self.met.append(theirs)
 
     async def connect(self, mine: Hello | None = None, expected: str = "P#1", limit_s: float = LIMIT_S) -> Any:
-        client = HandshakeClient(now_ns)
+        client = HandshakeClient(now_ns, SECRET)
         return await client.connect(HOST, self.server.port, mine or hello("D#1"), expected, limit_s)
 
 
@@ -87,14 +89,14 @@ async def test_both_sides_learn_of_each_other(served: Served) -> None:
 
 async def test_a_clock_is_measured_again(served: Served) -> None:
     served.clock.advance(77)
-    sample = await HandshakeClient(lambda: 1).ping(HOST, served.server.port, hello().engine_id, LIMIT_S)
+    sample = await HandshakeClient(lambda: 1, SECRET).ping(HOST, served.server.port, hello().engine_id, LIMIT_S)
     assert sample == (1, 5_077, 1)
 
 
 @pytest.mark.rule("KVC-HSK-003")
 async def test_the_clock_of_another_engine_on_the_same_address_is_not_taken(served: Served) -> None:
     with pytest.raises(HandshakeFailed, match="answers in the place of P#0"):
-        await HandshakeClient(lambda: 1).ping(HOST, served.server.port, "P#0", LIMIT_S)
+        await HandshakeClient(lambda: 1, SECRET).ping(HOST, served.server.port, "P#0", LIMIT_S)
 
 
 @pytest.mark.rule("KVC-HSK-001")
@@ -161,7 +163,7 @@ async def test_a_peer_that_cannot_be_reached_back_is_refused(served: Served) -> 
 async def test_nobody_there_fails_at_once() -> None:
     for port in (1, 70_000, -1):
         with pytest.raises(HandshakeFailed, match="cannot be reached"):
-            await HandshakeClient(now_ns).connect(HOST, port, hello("D#1"), "P#1", LIMIT_S)
+            await HandshakeClient(now_ns, SECRET).connect(HOST, port, hello("D#1"), "P#1", LIMIT_S)
 
 
 @contextlib.asynccontextmanager
@@ -192,13 +194,20 @@ async def test_a_silent_peer_costs_the_time_limit() -> None:
     async with answering(silent) as port:
         before_ns = now_ns()
         with pytest.raises(HandshakeFailed, match=r"did not answer within 0\.2 s"):
-            await HandshakeClient(now_ns).connect(HOST, port, hello("D#1"), "P#1", 0.2)
+            await HandshakeClient(now_ns, SECRET).connect(HOST, port, hello("D#1"), "P#1", 0.2)
         assert now_ns() - before_ns < s_to_ns(LIMIT_S)
         done.set()
 
 
 def frame(body: bytes) -> bytes:
+    return framed(body, SECRET)
+
+
+def unsealed(body: bytes) -> bytes:
     return struct.pack("!I", len(body)) + body
+
+
+REAL = msgspec.msgpack.encode(side_channel.Introduce(hello("D#1")))
 
 
 NONSENSE = {
@@ -206,6 +215,11 @@ NONSENSE = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "oversized": struct.pack("!I", FRAME_BYTES_MAX + 1) + b"x",
     "empty": struct.pack("!I", 0),
+    "unsealed": unsealed(REAL),
+    "shorter than a seal": unsealed(b"x" * 32),
+    "under another secret": framed(REAL, b"another"),
+    "under no secret": framed(REAL, b""),
+    "changed under its seal": frame(REAL)[:-1] + b"x",
     "no message": frame(b"\xc1\xc1\xc1"),
     "another message": frame(msgspec.msgpack.encode({"type": "welcome"})),
     "deep": frame(b"\x91" * 100_000 + b"\xc0"),
@@ -240,7 +254,31 @@ async def test_a_server_that_speaks_nonsense_fails_the_handshake(kind: str) -> N
 
     async with answering(speak) as port:
         with pytest.raises(HandshakeFailed):
-            await HandshakeClient(now_ns).connect(HOST, port, hello("D#1"), "P#1", LIMIT_S)
+            await HandshakeClient(now_ns, SECRET).connect(HOST, port, hello("D#1"), "P#1", LIMIT_S)
+
+
+@pytest.mark.rule("KVC-HSK-001")
+async def test_nothing_is_decoded_or_met_that_the_secret_does_not_seal(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL's parser can end the process: no byte of a stranger's may come near it."""
+    decoded: list[bytes] = []
+    monkeypatch.setattr(side_channel, "_decoded", lambda _decoder, body: decoded.append(body))
+    for secret in (b"", b"another"):
+        with pytest.raises(HandshakeFailed, match="closed the connection"):
+            await HandshakeClient(now_ns, secret).connect(HOST, served.server.port, hello("D#1"), "P#1", LIMIT_S)
+    assert (decoded, served.met, served.server.malformed) == ([], [], 2)
+
+
+async def test_an_answer_under_another_secret_is_not_taken(served: Served) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(framed(msgspec.msgpack.encode(side_channel.Welcome(hello())), b"another"))
+        await reader.read()
+
+    async with answering(speak) as port:
+        with pytest.raises(HandshakeFailed, match="secret"):
+            await HandshakeClient(now_ns, SECRET).connect(HOST, port, hello("D#1"), "P#1", LIMIT_S)
 
 
 async def test_half_a_frame_is_given_up_after_a_while(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,6 +383,23 @@ def test_a_peer_can_be_forgotten_and_met_again(reader: Reader, holder: Holder) -
         reader.transport.add_peer(HOLDER, holder.addresses)
 
 
+@pytest.mark.rule("KVC-HSK-001")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_addresses_under_a_known_id_change_nothing(holder: Holder, ranks: int) -> None:
+    """An incarnation's addresses never change, so whoever says others is not it."""
+    with reading(f"D#{next(_numbers)}", ranks) as reader:
+        reader.transport.add_peer(HOLDER, holder.addresses)
+        assert reader.read(HOLDER, [1], [1]).result is ReadResult.DONE
+        good = holder.addresses[0]
+        for changes in ({"kv_address": good.kv_address + 4096}, {"metadata": b"x" * 40}, {"blocks": 1}):
+            with pytest.raises(PeerRefused, match="other addresses"):
+                reader.transport.add_peer(HOLDER, [msgspec.structs.replace(good, **changes)])
+            assert reader.transport.send(HOLDER, b"still there")
+            reader.kv[:] = 0
+            assert reader.read(HOLDER, [2, 3], [2, 3]).result is ReadResult.DONE
+            assert_read(reader, [2, 3], [2, 3])
+
+
 def test_a_rank_that_dies_fails_reads_and_says_so(holder: Holder) -> None:
     with reading(f"D#{next(_numbers)}", ranks=2) as reader:
         reader.transport.add_peer(HOLDER, holder.addresses)
