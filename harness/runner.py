@@ -127,8 +127,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         terms = self.terms
         if terms is None:
             return {}
+        try:
+            as_run = scaled(terms, self.time_scale)
+        except ValueError as error:
+            raise BadInput(f"--time-scale {self.time_scale:g}: {error}; choose a smaller one") from error
         roles = {w: "prefill" if w.startswith("p") else "decode" for w in self.scenario.worker_ids}
-        return {"terms": msgspec.to_builtins(scaled(terms, self.time_scale)), "roles": roles}
+        return {"terms": msgspec.to_builtins(as_run), "roles": roles}
 
 
 async def execute(plan: RunPlan, progress: RunProgress) -> RunFolder:

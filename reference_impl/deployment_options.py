@@ -127,6 +127,15 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--" + str(error).replace("_", "-"))
 
 
+REAL_WORK_S: Final = 1.0
+
+
 def scaled(terms: KvTerms, time_scale: float) -> KvTerms:
-    """Return the terms with every duration divided, as the emulated durations that they are to be compared with."""
-    return msgspec.structs.replace(terms, **{name: getattr(terms, name) / time_scale for name in DURATIONS})
+    """Return the terms with every duration divided, as the emulated durations that they are to be compared with.
+
+    The limits of reads and loads are not divided below `REAL_WORK_S`: what they bound is real. Raises ValueError if a
+    duration becomes too short.
+    """
+    divided = {name: getattr(terms, name) / time_scale for name in DURATIONS}
+    limits = {name: max(divided[name], min(getattr(terms, name), REAL_WORK_S)) for name in ("read_limit", "load_limit")}
+    return msgspec.structs.replace(terms, **divided | limits)

@@ -1,6 +1,8 @@
 """`pdproof-engine`: one engine alone, without router, supervisor or shadow. Its memory is its own and ends with it.
 
-For trying a router of your own, or two engines by hand: one `--role prefill`, one `--role decode`.
+For trying a router of your own, or two engines by hand: one `--role prefill`, one `--role decode`. Engines that
+exchange KV introduce themselves under a secret, PDPROOF_ROUTER_TOKEN of their environments. Without it they are guarded
+against accident only: whoever reaches the port of an engine's introductions can end it.
 """
 
 from __future__ import annotations
@@ -9,8 +11,12 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
+import re
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +43,11 @@ from reference_impl.rules.terms import KvTerms
 
 RANKS: Final = (1, 2, 4, 8)
 PORT_MAX: Final = 65_535
-_NO_PORT: Final = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
+NAME_CHARS_MAX: Final = 64
+_NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
+"""It stands in headers and labels of metrics, and in ids that go into hand-offs."""
+_NO_PORT: Final = (errno.EADDRINUSE, errno.EACCES)
+_FOLDER_PREFIX: Final = "pdproof-engine-"
 
 
 class EngineAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +112,10 @@ def _config(arguments: argparse.Namespace) -> Iterator[EngineConfig]:
     role = Role(arguments.role)
     if not 0 <= arguments.port <= PORT_MAX:
         raise Failed(f"--port must be 0 to {PORT_MAX}, got {arguments.port}", 2)
+    name = arguments.name or str(role)
+    if not _NAME.fullmatch(name):
+        raise Failed(f"--name must be 1 to {NAME_CHARS_MAX} letters, digits, '.', '_' and '-', got {name!r}", 2)
+    _check_host(arguments.host)
     try:
         profile = load_profile(arguments.profile)
         terms = terms_of(arguments.kv_transfer_config, role)
@@ -110,8 +124,8 @@ def _config(arguments: argparse.Namespace) -> Iterator[EngineConfig]:
     except BadTransferConfig as error:
         raise Failed(f"--kv-transfer-config: {error}", 2) from error
     weights_file = _weights(profile)
-    name = arguments.name or str(role)
-    with tempfile.TemporaryDirectory(prefix="pdproof-engine-") as folder:
+    _sweep()
+    with _folder() as folder:
         yield EngineConfig(
             engine_id=f"{name}-{os.getpid()}",
             worker_id=name,
@@ -121,7 +135,7 @@ def _config(arguments: argparse.Namespace) -> Iterator[EngineConfig]:
             profile=profile,
             weights_file=str(weights_file),
             weights_seed=WEIGHTS_SEED,
-            lock_path=str(Path(folder, "engine.lock")),
+            lock_path=str(folder / "engine.lock"),
             memory_socket="",
             router_url="",
             host=arguments.host,
@@ -129,6 +143,72 @@ def _config(arguments: argparse.Namespace) -> Iterator[EngineConfig]:
             events_file=arguments.events,
             spawned_ns=begun_ns,
         )
+
+
+def _check_host(host: str) -> None:
+    """Raise Failed for a name that leads to no address."""
+    try:
+        if not host:
+            raise OSError(errno.EINVAL, "an address is needed")
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise Failed(f"--host {host!r}: {error.strerror or error}", 2) from error
+    except UnicodeError as error:
+        raise Failed(f"--host {host!r} is no name of a host", 2) from error
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Lend a folder, locked as long as this process lives, so that `_sweep` of another leaves it alone."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        descriptor = _locked(folder, wait=True)
+        if descriptor is None and folder.exists():
+            break  # no locks on this file system: then nobody sweeps here either
+        if descriptor is not None and _is_at(descriptor, folder):
+            break
+        if descriptor is not None:  # swept before it was locked
+            os.close(descriptor)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _sweep() -> None:
+    """Remove the folders of this user's engines that were killed: those that nobody has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + "*"):
+        descriptor = _locked(folder, wait=False)
+        if descriptor is not None:
+            if _is_at(descriptor, folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _locked(folder: Path, *, wait: bool) -> int | None:
+    """Open and lock a folder of this user's; return its descriptor, None if that cannot be done."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return descriptor
+    except OSError:
+        pass  # locked by one that lives, or not to be locked here
+    os.close(descriptor)
+    return None
+
+
+def _is_at(descriptor: int, folder: Path) -> bool:
+    """Whether what is open still stands where it was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.lstat())
+    except OSError:
+        return False
 
 
 def _weights(profile: Profile) -> Path:
@@ -147,6 +227,8 @@ def _run(config: EngineConfig, *, announce: bool) -> None:
         if error.errno in _NO_PORT:
             where = f"{config.host}:{config.port}"
             raise Failed(f"cannot listen on {where}: {os.strerror(error.errno)}; choose another --port", 7) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise Failed(f"--host {config.host!r} is no address of this machine", 7) from error
         raise Failed(f"{error.filename or 'this machine'}: {error.strerror or error}", 7) from error
 
 

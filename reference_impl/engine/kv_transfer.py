@@ -2,12 +2,16 @@
 
 Made in two steps, so that a parked engine has the slow one behind it: `prepare` (half a second) before it parks,
 `connect` once its KV pool is mapped.
+
+The side channel is sealed with the deployment's secret, TOKEN_VARIABLE of the environment. An engine started by hand
+without one has the empty secret, which guards against accident only: whoever reaches its side channel can end it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +24,7 @@ from reference_impl.engine.core import EngineCore
 from reference_impl.engine.handshakes import BackgroundShaker
 from reference_impl.engine.memory import EngineMemory
 from reference_impl.realclock import now_ns
+from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.agreement import Hello
 from reference_impl.transport.hello import HandshakeServer
 
@@ -45,8 +50,9 @@ class KvTransfer:
         self._say = say
         self._agents: Agents | None = None
         self._transport: NixlTransport | None = None
-        self._shaker = BackgroundShaker(self._introduction)
-        self._side_channel = HandshakeServer(self._hello, self._meet, now_ns)
+        secret = os.environb.get(TOKEN_VARIABLE.encode(), b"")
+        self._shaker = BackgroundShaker(self._introduction, secret)
+        self._side_channel = HandshakeServer(self._hello, self._meet, now_ns, secret)
 
     async def prepare(self) -> None:
         """Start agents, ranks and the side channel. Raises TransferUnavailable where there is no NIXL."""

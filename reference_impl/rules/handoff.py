@@ -99,7 +99,7 @@ def parse(params: object, *, block_tokens: int, hosts: tuple[str, ...]) -> Asked
     try:
         given = msgspec.convert(params, _Params)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise BadHandOff(str(error), _field(str(error))) from error
+        raise BadHandOff(_told(str(error)), _field(str(error))) from error
     if not given.do_remote_prefill:
         return Asked(keep=given.do_remote_decode, readers=given.remote_readers)
     return Asked(keep=given.do_remote_decode, load=_hand_off(given, block_tokens, hosts), readers=given.remote_readers)
@@ -135,6 +135,14 @@ def _hand_off(given: _Params, block_tokens: int, hosts: tuple[str, ...]) -> Hand
 
 def _bad(name: str, message: str) -> BadHandOff:
     return BadHandOff(f"kv_transfer_params.{name} {message}", f"kv_transfer_params.{name}")
+
+
+def _told(message: str) -> str:
+    """Return a msgspec error with its path from the request's root, where `kv_transfer_params` is a field."""
+    reason, at, path = message.rpartition(" - at `$")
+    if at and not message.startswith("Object contains unknown field `"):  # a name that a client made up has no path
+        return f"{reason} - at `$.kv_transfer_params{path}"
+    return f"kv_transfer_params: {message}"
 
 
 def _field(message: str) -> str:

@@ -17,6 +17,8 @@ INTERVAL_SHARE: Final = 6
 EXTENSION_SHARE: Final = 2 / 3
 """A heartbeat extends to now + two thirds of the duration (KVC-LEASE-003)."""
 SECONDS_MAX: Final = 86_400.0
+SECONDS_MIN: Final = 0.05
+"""Less is a few turns of the step loop, in which nobody gets anything done. A time scale divides terms, so no more."""
 
 
 class LeaseDesign(enum.StrEnum):
@@ -61,6 +63,8 @@ class KvTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if not 0 < value <= SECONDS_MAX:
                 raise ValueError(f"{name} must be above 0 and at most {SECONDS_MAX:g} seconds, got {value!r}")
+            if value < SECONDS_MIN:
+                raise ValueError(f"{name} must be at least {SECONDS_MIN:g} seconds, got {value!r}")
         if self.load_limit < self.read_limit:
             raise ValueError(f"load_limit must be at least read_limit ({self.read_limit:g} s), got {self.load_limit!r}")
 

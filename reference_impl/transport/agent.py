@@ -6,7 +6,8 @@ What NIXL 1.5.1 does, and what follows from it:
   progress, and a peer's connection comes up only while somebody calls them.
 - Releasing a transfer in progress *succeeds, and its data lands later* (seen over TCP with a stopped peer), even after
   the peer was removed. So no handle is released before its transfer has ended, and nothing here can be cut short.
-- Damaged metadata can end the process (SIGSEGV in its parser). So ours travels with its digest.
+- Damaged metadata can end the process (SIGSEGV in its parser). So ours travels with its digest, against accident, and
+  only in frames that the deployment's secret seals (`hello`), against ill will: a digest anybody can make.
 """
 
 from __future__ import annotations

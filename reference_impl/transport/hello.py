@@ -1,13 +1,19 @@
 """The side channel: two engines introduce themselves over TCP, and compare clocks, before anything is read.
 
-A connection carries requests and answers in turn, each four bytes of length (big endian) and one msgpack message. What
-a peer does wrong costs only its own connection, and after `FRAME_LIMIT_S` so does its silence.
+A connection carries requests and answers in turn, each a frame: four bytes of length (big endian), then the seal and
+one msgpack message. The seal is HMAC-SHA256 of the message under the deployment's secret, and is looked at before the
+message is: NIXL's own parser ends the process over metadata of an ill will, so nothing of a stranger's may get there.
+Under the empty secret it guards against accident only. A frame that is heard can be said again, which tells an engine
+what it knows already.
+
+What a peer does wrong costs only its own connection, and after `FRAME_LIMIT_S` so does its silence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Final, TypeVar
@@ -25,6 +31,7 @@ REQUESTS_MAX: Final = 64
 """Requests on one connection: a handshake has six."""
 SAMPLES: Final = 5
 _HEADER: Final = struct.Struct("!I")
+_SEAL_BYTES: Final = 32
 
 
 M = TypeVar("M")
@@ -77,20 +84,24 @@ class HandshakeFailed(Exception):
 
 
 class _Malformed(Exception):
-    """Bytes that are no frame, or no message."""
+    """Bytes that are no frame, not sealed with our secret, or no message."""
 
 
 class HandshakeServer:
     """Answers handshakes. `mine` is asked for each, since addresses may come late (None is "not yet").
 
     `meet` makes a compatible peer reachable for us and raises `PeerRefused` if it cannot be. It must not block long:
-    it runs in the event loop.
+    it runs in the event loop. `secret` is the deployment's: a frame that it does not seal is malformed.
     """
 
     def __init__(
-        self, mine: Callable[[], Hello | None], meet: Callable[[Hello], None], now_ns: Callable[[], int]
+        self,
+        mine: Callable[[], Hello | None],
+        meet: Callable[[Hello], None],
+        now_ns: Callable[[], int],
+        secret: bytes = b"",
     ) -> None:
-        self._mine, self._meet, self._now_ns = mine, meet, now_ns
+        self._mine, self._meet, self._now_ns, self._secret = mine, meet, now_ns, secret
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], None] = {}
         """In the order of their arrival."""
@@ -137,10 +148,10 @@ class HandshakeServer:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(REQUESTS_MAX):
             async with asyncio.timeout(FRAME_LIMIT_S):
-                request = _decoded(_requests, await _read_frame(reader))
+                request = _decoded(_requests, await _read_frame(reader, self._secret))
             reply = self._answer(request)
             async with asyncio.timeout(FRAME_LIMIT_S):
-                await _write_frame(writer, reply)
+                await _write_frame(writer, reply, self._secret)
 
     def _answer(self, request: Request) -> Reply:
         if isinstance(request, Ping):
@@ -160,10 +171,10 @@ class HandshakeServer:
 
 
 class HandshakeClient:
-    """Asks for handshakes. `now_ns` is our clock."""
+    """Asks for handshakes. `now_ns` is our clock, `secret` the deployment's."""
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self._now_ns = now_ns
+    def __init__(self, now_ns: Callable[[], int], secret: bytes = b"") -> None:
+        self._now_ns, self._secret = now_ns, secret
 
     async def connect(self, host: str, port: int, mine: Hello, expected_engine_id: str, limit_s: float) -> Handshake:
         """Introduce ourselves to the engine `expected_engine_id` and take `SAMPLES` samples of its clock.
@@ -172,7 +183,7 @@ class HandshakeClient:
         expected (it was restarted: KVC-HSK-003), or not speaking our language.
         """
         async with _conversation(host, port, limit_s) as (reader, writer):
-            answer = await _ask(reader, writer, Introduce(mine))
+            answer = await self._ask(reader, writer, Introduce(mine))
             if isinstance(answer, Refusal):
                 raise HandshakeFailed(f"{expected_engine_id} refused: {answer.reason}")
             if not isinstance(answer, Welcome):
@@ -196,13 +207,17 @@ class HandshakeClient:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, expected_engine_id: str
     ) -> Sample:
         sent_ns = self._now_ns()
-        answer = await _ask(reader, writer, Ping())
+        answer = await self._ask(reader, writer, Ping())
         received_ns = self._now_ns()
         if not isinstance(answer, Pong):
             raise HandshakeFailed(f"a ping was answered with {type(answer).__name__}")
         if answer.engine_id != expected_engine_id:
             raise HandshakeFailed(f"{answer.engine_id or 'nobody'} answers in the place of {expected_engine_id}")
         return Sample(sent_ns, answer.now_ns, received_ns)
+
+    async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> Reply:
+        await _write_frame(writer, request, self._secret)
+        return _decoded(_replies, await _read_frame(reader, self._secret))
 
 
 @contextlib.asynccontextmanager
@@ -221,29 +236,37 @@ async def _conversation(
     except TimeoutError:
         raise HandshakeFailed(f"{where} did not answer within {limit_s:g} s") from None
     except asyncio.IncompleteReadError:
-        raise HandshakeFailed(f"{where} closed the connection in the middle") from None
+        raise HandshakeFailed(f"{where} closed the connection in the middle: it has ended, or another secret") from None
     except (OSError, OverflowError, UnicodeError) as error:  # the latter two: no port, no host name
         raise HandshakeFailed(f"{where} cannot be reached: {error}") from None
     except _Malformed as error:
         raise HandshakeFailed(f"{where} speaks another language: {error}") from None
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> Reply:
-    await _write_frame(writer, request)
-    return _decoded(_replies, await _read_frame(reader))
+def framed(body: bytes, secret: bytes) -> bytes:
+    """Return a message as it goes over the wire."""
+    return _HEADER.pack(_SEAL_BYTES + len(body)) + _seal(body, secret) + body
 
 
-async def _write_frame(writer: asyncio.StreamWriter, message: Request | Reply) -> None:
-    body = msgspec.msgpack.encode(message)
-    writer.write(_HEADER.pack(len(body)) + body)
+def _seal(body: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, body, "sha256")
+
+
+async def _write_frame(writer: asyncio.StreamWriter, message: Request | Reply, secret: bytes) -> None:
+    writer.write(framed(msgspec.msgpack.encode(message), secret))
     await writer.drain()
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+async def _read_frame(reader: asyncio.StreamReader, secret: bytes) -> bytes:
+    """Return the next message, sealed with `secret`. Raises `_Malformed` before anything looks into another one."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    if not 0 < size <= FRAME_BYTES_MAX:
-        raise _Malformed(f"a frame announces {size} bytes; it may have 1 to {FRAME_BYTES_MAX}")
-    return await reader.readexactly(size)
+    if not _SEAL_BYTES < size <= FRAME_BYTES_MAX:
+        raise _Malformed(f"a frame announces {size} bytes; it may have {_SEAL_BYTES + 1} to {FRAME_BYTES_MAX}")
+    frame = await reader.readexactly(size)
+    seal, body = frame[:_SEAL_BYTES], frame[_SEAL_BYTES:]
+    if not hmac.compare_digest(seal, _seal(body, secret)):
+        raise _Malformed(f"a frame of {size} bytes is not sealed with our secret")
+    return body
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:

@@ -167,7 +167,8 @@ class NixlTransport:
     def add_peer(self, engine_id: str, addresses: list[RankAddress]) -> None:
         """Make a peer reachable; about 12 ms, nothing if it is. Raises `PeerRefused` if its addresses cannot be used.
 
-        Our other ranks try theirs meanwhile: what they find wrong fails the reads.
+        Other addresses than those it is known by are refused as well, and change nothing (see `Parts.add`). Our other
+        ranks try theirs meanwhile: what they find wrong fails the reads.
         """
         if len(addresses) not in RANKS or len({address.blocks for address in addresses}) != 1:
             raise PeerRefused(f"{engine_id} has {len(addresses)} ranks; {RANKS} can be reached, all of one pool")
@@ -175,9 +176,11 @@ class NixlTransport:
             raise PeerRefused(self.broken)
         if self._parts.usable(engine_id, addresses):
             return
+        known = self._parts.knows(engine_id)
         refused = self._parts.add(engine_id, addresses)
         if refused:
-            self._parts.remove(engine_id)
+            if not known:
+                self._parts.remove(engine_id)
             raise PeerRefused(refused)
         self._peer_of[agent_name(engine_id, 0)] = engine_id
         self._tell(AddPeer(engine_id, addresses))

@@ -53,7 +53,16 @@ class Parts:
         self._kv_address = kv_address
 
     def add(self, engine_id: str, addresses: list[RankAddress]) -> str:
-        """Know the ranks of a peer that we read from; return why they cannot be used, or ""."""
+        """Know the ranks of a peer that we read from; return why they cannot be used, or "". Nothing if they are.
+
+        An incarnation's addresses never change: others under a known id are somebody else's, and change nothing. The
+        same ones are tried anew if they could not be used, or the peer was lost.
+        """
+        known = self._peers.get(engine_id)
+        if known is not None and known.addresses != addresses:
+            return f"{engine_id} is known by other addresses, and an engine's never change"
+        if self.usable(engine_id, addresses):
+            return ""
         self.remove(engine_id)
         ours = [piece for piece in pieces(self._ranks, len(addresses)) if piece.local_rank == self._rank]
         reached = {piece.remote_rank for piece in ours} | ({0} if self._rank == 0 else set())  # heads send messages
@@ -65,6 +74,10 @@ class Parts:
             peer.refused = str(reason)
             self._forget(engine_id, peer)
         return peer.refused
+
+    def knows(self, engine_id: str) -> bool:
+        """Whether a peer is known, usable or not."""
+        return engine_id in self._peers
 
     def usable(self, engine_id: str, addresses: list[RankAddress]) -> bool:
         """Whether a peer is known by these addresses, and was not lost."""

@@ -137,6 +137,7 @@ def test_a_harness_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None
         (["run", "kill-active", "--single-timeout", "5"], 2, "moves no KV"),
         (["run", "kill-active", "--no-clock-correction"], 2, "moves no KV"),
         (["run", "d_crash", "--arm", "shadow"], 2, "runs without shadows"),
+        (["run", "d_crash", "--time-scale", "1000"], 5, "kv_lease_duration must be at least 0.05"),
         (["run", "d_crash", "--baseline", "lease"], 2, "--baseline"),
         (["run", "d_crash", "--single-timeout", "0"], 2, "--single-timeout"),
         (["run", "d_crash", "--single-timeout", "nan"], 5, "single_timeout"),

@@ -113,9 +113,10 @@ def test_an_extra_field_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("params", "message", "param"),
     [
-        ({"remote_port": "7000"}, "Expected `int`, got `str` - at `$.kv_transfer_params.remote_port`", "remote_port"),
+        ({"remote_port": "7000"},
+         "Expected `int | null`, got `str` - at `$.kv_transfer_params.remote_port`", "remote_port"),
         ({"remote_block_ids": [["x"]]},
-         "Expected `int`, got `str` - at `$.kv_transfer_params.remote_block_ids[...][...]`", "remote_block_ids"),
+         "Expected `int`, got `str` - at `$.kv_transfer_params.remote_block_ids[0][0]`", "remote_block_ids"),
         ({"x": 1}, "kv_transfer_params: Object contains unknown field `x`", "x"),
         ({" - at `$.y": 1}, "kv_transfer_params: Object contains unknown field ` - at `$.y`", " - at "),
         ([], "kv_transfer_params: Expected `object`, got `array`", ""),
