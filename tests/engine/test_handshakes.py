@@ -86,8 +86,7 @@ async def test_so_many_run_at_once_and_the_places_take_turns(
     for number in range(10):
         for port in silent:
             shaker.connect(f"ghost {number}", HOST, port)
-    await asyncio.sleep(0.1)
-    assert shaker.running == RUNNING_MAX
+    await until_async(lambda: shaker.running == RUNNING_MAX, 5, "as many run as may")
     shaker.connect("P", HOST, healthy.port)
     results: list[Shaken] = []
 
@@ -142,8 +141,8 @@ async def test_the_queue_is_bounded_and_the_longest_line_pays(
 async def test_nothing_is_started_after_its_end(shaker: BackgroundShaker, silent: list[int]) -> None:
     for number in range(10):
         shaker.connect(f"ghost {number}", HOST, silent[0])
-    await asyncio.sleep(0.05)
+    await until_async(lambda: shaker.running, 5, "some run")
     await shaker.close()
     shaker.connect("late", HOST, silent[0])
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # a task that was made would begin now
     assert shaker.running == 0
