@@ -324,7 +324,8 @@ class Connector:
             if asked is None or asked.load is None:  # aborted meanwhile
                 continue
             missing = slice(sequence.load_from, sequence.load_to)
-            self.consumer.admit(sequence.request_id, asked.load.blocks[missing], sequence.blocks[missing], now_ns)
+            remote, local = (np.array(blocks[missing], np.int64) for blocks in (asked.load.blocks, sequence.blocks))
+            self.consumer.admit(sequence.request_id, remote, local, now_ns)
         spared, self.core.load_spared = self.core.load_spared, []
         for sequence in spared:
             self.consumer.spare(sequence.request_id)
@@ -345,7 +346,8 @@ class Connector:
                 if not sent and action.engine_id in self._guests:
                     self._unreachable.add(action.engine_id)  # but still heard, if it speaks (L2)
             case Read():
-                self._transport.read(action.read_id, action.engine_id, action.remote_blocks, action.local_blocks)
+                remote, local = np.asarray(action.remote_blocks), np.asarray(action.local_blocks)
+                self._transport.read(action.read_id, action.engine_id, remote, local)
             case Cancel():
                 self._transport.cancel(action.read_id)
             case Connect():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -75,8 +75,8 @@ class Read(msgspec.Struct, frozen=True):
 
     read_id: int
     engine_id: str
-    remote_blocks: list[int]
-    local_blocks: list[int]
+    remote_blocks: Collection[int]
+    local_blocks: Collection[int]
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -153,8 +153,8 @@ class _Load:
     content: str
     stage: Stage = Stage.ARRIVED
     tracked: bool = False
-    local_blocks: tuple[int, ...] = ()
-    remote_blocks: tuple[int, ...] = ()
+    local_blocks: Collection[int] = ()
+    remote_blocks: Collection[int] = ()
     admitted_ns: int = 0
     give_up_ns: int = 0
     claimed_ns: int = 0
@@ -211,10 +211,15 @@ class Consumer:
                     self._track(waiting)
         self._track(load)
 
-    def admit(self, request_id: str, remote_blocks: Iterable[int], local_blocks: Iterable[int], now_ns: int) -> None:
-        """Start a load: its destination is there. The blocks are those still missing, in the same order."""
+    def admit(
+        self, request_id: str, remote_blocks: Collection[int], local_blocks: Collection[int], now_ns: int
+    ) -> None:
+        """Start a load: its destination is there. The blocks are those still missing, in the same order.
+
+        They come back in `Read` as they are: the caller may give them in the form that its transport reads best.
+        """
         load = self._admitted[request_id] = self._loads[request_id]
-        load.remote_blocks, load.local_blocks = tuple(remote_blocks), tuple(local_blocks)
+        load.remote_blocks, load.local_blocks = remote_blocks, local_blocks
         load.admitted_ns, load.give_up_ns = now_ns, now_ns + s_to_ns(self.terms.load_limit)
         load.stage = Stage.CONNECTING
         self._proceed(load, now_ns)
@@ -333,7 +338,7 @@ class Consumer:
         load.stage, load.read_id, load.read_ns = Stage.READING, self._read_ids, now_ns
         self._reads[load.read_id] = load
         self._actions.append(
-            Read(load.read_id, engine_id, list(load.remote_blocks), list(load.local_blocks))
+            Read(load.read_id, engine_id, load.remote_blocks, load.local_blocks)
         )  # fmt: skip
 
     def ended(self, read_id: int, problem: str, now_ns: int, *, torn: bool = False) -> None:
