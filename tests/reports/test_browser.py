@@ -10,6 +10,7 @@ import pytest
 from harness.run_folder import RunFolder
 from reports.page import write_run_page
 from tests.reports import chromium
+from tests.reports.fits import assert_fits
 from tests.reports.runs import comparison
 
 pytestmark = [
@@ -39,18 +40,7 @@ def test_a_page_fits_its_window_and_shows_its_charts(
     pages: list[Path], browser: chromium.Browser, width: int, dark: bool
 ) -> None:
     for page, charts in zip(pages, (8, 4), strict=True):
-        browser.show(page, width, dark=dark)
-        assert browser.value("document.title").startswith("Pass")
-        wide = browser.value("[document.documentElement.scrollWidth, innerWidth]")
-        assert wide[0] <= wide[1] == width, wide
-        boxes = browser.value(
-            "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
-            ".filter(r => r.width > 0).map(r => [r.width, r.height, r.right])"
-        )
-        assert len(boxes) == charts
-        assert all(w > 200 and h > 80 and right <= width for w, h, right in boxes), boxes
-        light = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] > 128")
-        assert light is not dark
+        assert_fits(browser, page, width, dark=dark, charts=charts)
         dot = browser.value("getComputedStyle(document.querySelector('svg circle')).fill")
         assert dot.startswith("rgb(")
         assert dot != "rgb(0, 0, 0)"  # the page's variables reach into the drawings

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.reports import chromium
+from tests.reports.fits import assert_fits
 from tests.reports.kv_runs import ARMS, d_crash, two_turn
 from tests.reports.test_kv_page import drawn
 
@@ -38,23 +39,12 @@ def test_a_page_fits_its_window_and_shows_its_charts(
     pages: list[Path], browser: chromium.Browser, width: int, dark: bool
 ) -> None:
     for page, charts in zip(pages, (3, 4), strict=True):
-        browser.show(page, width, dark=dark)
-        assert browser.value("document.title").startswith("Pass")
-        wide = browser.value("[document.documentElement.scrollWidth, innerWidth]")
-        assert wide[0] <= wide[1] == width, wide
-        boxes = browser.value(
-            "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
-            ".filter(r => r.width > 0).map(r => [r.width, r.height, r.right])"
-        )
-        assert len(boxes) == charts
-        assert all(w > 200 and h > 80 and right <= width for w, h, right in boxes), boxes
+        assert_fits(browser, page, width, dark=dark, charts=charts)
         scaled = browser.value(
             "[...document.querySelectorAll('.sized svg')].filter(s => s.getBoundingClientRect().width > 0)"
             ".map(s => s.getBoundingClientRect().width / s.viewBox.baseVal.width)"
         )
         assert all(0.8 < share < 1.5 for share in scaled), scaled  # text keeps about its size
-        light = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] > 128")
-        assert light is not dark
         line = browser.value("getComputedStyle(document.querySelector('.sized svg path[stroke^=var]')).stroke")
         assert line.startswith("rgb(")
         assert line != "rgb(0, 0, 0)"  # the page's variables reach into the drawings
