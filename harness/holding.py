@@ -19,6 +19,8 @@ DIED = "died"
 """The holder ended, and its memory with it."""
 GRANT_SLACK_NS = 1_000_000_000
 """A prefill that ends this long after a crash may still be handed to the dead reader."""
+STEP_SLACK_S = 0.5
+"""A holder looks at its leases between steps."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,30 +158,65 @@ def came_late(run: RunFolder) -> set[tuple[str, str]]:
     return expired & {_key(event) for event in run.events_of(EventKind.CLAIM_REFUSED)}
 
 
-def freed_early(run: RunFolder) -> list[Held]:
-    """Return the prefills' leases that expired, and neither a reader's crash nor a router's hold explains it.
+class Excuse(msgspec.Struct, frozen=True):
+    """A proved fault, and the stretch in which what it left unread runs out.
 
-    KVC-LEASE-010, -013. A hold explains what expires while it goes on, or within a first term (and a second) after it.
+    `reader` is the worker whose reader it killed, "" if it killed none; `held_back`: it kept hand-offs from readers.
     """
-    explained = {(lease.engine_id, lease.request_id) for reclaim in reclaims(run) for lease in reclaim.left}
-    holds = _holds(run)
-    return [
-        lease for lease in held(run)
-        if lease.how == EXPIRED and not lease.turn and (lease.engine_id, lease.request_id) not in explained
-        and not any(begin <= (lease.ended_ns or 0) <= end for begin, end in holds)
-    ]  # fmt: skip
+
+    reader: str
+    held_back: bool
+    begin_ns: int
+    end_ns: int
+
+    def at(self, t_ns: int) -> bool:
+        """Whether the fault was at work at a moment."""
+        return self.begin_ns <= t_ns <= self.end_ns
+
+    def explains(self, lease: Held, *, came_late: bool) -> bool:
+        """Whether a lease ran out because of it.
+
+        A killed reader does not come any more; one whose hand-off is held back was never heard of before.
+        """
+        if not self.at(lease.ended_ns or 0):
+            return False
+        killed = bool(self.reader) and lease.may_be_of(self.reader) and not came_late
+        return killed or (self.held_back and not lease.heard_from)
 
 
-def _holds(run: RunFolder) -> list[tuple[int, int]]:
-    """Return the stretches in which hand-offs that the router kept to itself may run out."""
+def excuses(run: RunFolder) -> list[Excuse]:
+    """Return the faults that explain leases which ran out, and loads that failed.
+
+    What a kill leaves unread runs out within one first term (and a second) of it; what a router holds back, within the
+    hold as well.
+    """
     terms = terms_of(run)
+    if terms is None:
+        return []
     proved = {e.subject for e in run.events_of(EventKind.FAULT_PROVED)}
     healed = {e.subject: e.t_ns for e in run.events_of(EventKind.FAULT_HEALED)}
-    slack_ns = s_to_ns(1.0) + (terms.first_ns if terms else 0)
+    slack_ns = terms.first_ns + s_to_ns(1.0)
+    found = []
+    for fault in run.events_of(EventKind.FAULT_INJECTED):
+        if fault.subject not in proved:
+            continue
+        worker_id = str(fault.detail.get("worker_id", ""))
+        killed_reader = fault.detail.get("fault") == "kill" and reads(run, worker_id)
+        end_ns = max(healed.get(fault.subject, fault.t_ns), fault.t_ns) + slack_ns
+        held_back = fault.detail.get("fault") == "router_hold"
+        found.append(Excuse(worker_id if killed_reader else "", held_back, fault.t_ns, end_ns))
+    return found
+
+
+def freed_early(run: RunFolder) -> list[Held]:
+    """Return the prefills' leases that expired, and no fault explains it (KVC-LEASE-010, -013)."""
+    came, faults = came_late(run), excuses(run)
     return [
-        (e.t_ns, healed.get(e.subject, run.events[-1].t_ns) + slack_ns)
-        for e in run.events_of(EventKind.FAULT_INJECTED)
-        if e.subject in proved and e.detail.get("fault") == "router_hold"
+        lease for lease in held(run)
+        if lease.how == EXPIRED and not lease.turn
+        and not any(
+            fault.explains(lease, came_late=(lease.engine_id, lease.request_id) in came) for fault in faults
+        )
     ]  # fmt: skip
 
 
@@ -224,9 +261,6 @@ def _reclaim(kill: Event, leases: list[Held], terms: KvTerms, end_ns: int) -> Re
         promised_s=(max(promised) - kill.t_ns) / 1e9 if promised else None,
         block_seconds=sum(held_ns) / 1e9, left=left,
     )  # fmt: skip
-
-
-STEP_SLACK_S = 0.5
 
 
 def _promised_ns(lease: Held, fault_ns: int, terms: KvTerms) -> int:

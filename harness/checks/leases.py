@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
-from harness.holding import EXPIRED, Held, Reclaim, held, reclaims, terms_of
+from harness.holding import EXPIRED, Reclaim, excuses, freed_early, held, reclaims
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
-from reference_impl.rules.clock import s_to_ns
 from reference_impl.rules.events import EventKind
 
 KEPT_RULES: Final = ["KVC-LEASE-006", "KVC-LEASE-008", "KVC-LEASE-010", "KVC-OBS-002", "L2"]
@@ -18,46 +15,11 @@ GAUGES_OF_HOLDING: Final = ("pdproof:leases_live", "pdproof:lease_blocks_held", 
                             "vllm:kv_cache_usage_perc")  # fmt: skip
 
 
-class Excuse(msgspec.Struct, frozen=True):
-    """A proved fault, and the stretch in which what it left unread runs out. `worker_id` is "" for the router."""
-
-    worker_id: str
-    begin_ns: int
-    end_ns: int
-
-    def at(self, t_ns: int) -> bool:
-        """Whether the fault was at work at a moment."""
-        return self.begin_ns <= t_ns <= self.end_ns
-
-    def explains(self, lease: Held) -> bool:
-        """Whether a lease ran out because of it: its reader was killed, or its hand-off held back and nobody came."""
-        reader = lease.may_be_of(self.worker_id) if self.worker_id else not lease.heard_from
-        return reader and self.at(lease.ended_ns or 0)
-
-
-def excuses(run: RunFolder) -> list[Excuse]:
-    """Return the faults that explain leases which ran out.
-
-    What a kill leaves unread runs out within one first term of it; what a router holds back, within the hold as well.
-    """
-    terms = terms_of(run)
-    if terms is None:
-        return []
-    proved = {e.subject for e in run.events_of(EventKind.FAULT_PROVED)}
-    healed = {e.subject: e.t_ns for e in run.events_of(EventKind.FAULT_HEALED)}
-    slack_ns = terms.first_ns + s_to_ns(1.0)
-    return [
-        Excuse(str(e.detail.get("worker_id", "")), e.t_ns, max(healed.get(e.subject, e.t_ns), e.t_ns) + slack_ns)
-        for e in run.events_of(EventKind.FAULT_INJECTED) if e.subject in proved
-    ]  # fmt: skip
-
-
 def leases_are_kept(run: RunFolder) -> CheckResult:
     """Fail for a lease that ran out, or a reader that came too late, without a fault that explains it."""
     leases = [lease for lease in held(run) if not lease.turn]
     expired = [lease for lease in leases if lease.how == EXPIRED]
-    faults = excuses(run)
-    early = [lease for lease in expired if not any(fault.explains(lease) for fault in faults)]
+    early = freed_early(run)
     explained = {lease.request_id for lease in expired} - {lease.request_id for lease in early}
     known = {lease.request_id for lease in leases}
     late = [e for e in run.events_of(EventKind.CLAIM_REFUSED) if e.subject in known - explained]

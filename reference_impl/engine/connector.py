@@ -218,10 +218,9 @@ class Connector:
 
     def renew(self, handoff: HandOff, now_ns: int) -> dict[str, Any] | None:
         """Keep a turn's blocks longer (KVC-CLK-007); return the new hand-off, None if the blocks are gone."""
-        kept = self.producer.leases.get(handoff.request_id)
-        if kept is None or kept.blocks != handoff.blocks or self.producer.renew(kept.request_id, now_ns) is None:
+        lease = self.producer.leases.get(handoff.request_id)
+        if lease is None or lease.blocks != handoff.blocks or self.producer.renew(lease.request_id, now_ns) is None:
             return None
-        lease = kept
         self._say(EventKind.TURN_RENEWED, handoff.request_id, duration_s=(lease.deadline_ns - now_ns) / 1e9)
         return self._hand_off(handoff.request_id, lease.blocks, handoff.tokens, lease.deadline_ns).params()
 

@@ -374,12 +374,13 @@ class Consumer:
             self._watch(load, now_ns)
 
     def _tend(self, peer: Peer, now_ns: int) -> None:
-        if self._wanted(peer.engine_id):
+        wanted = self._wanted(peer.engine_id)
+        if wanted:
             peer.wanted_ns = now_ns
         elif now_ns - peer.wanted_ns > FORGET_IDLE_NS:
             self.lost(peer.engine_id, "nothing has been wanted of it for long")
             return
-        if peer.link is Link.WANTED and now_ns >= peer.try_at_ns and self._wanted(peer.engine_id):
+        if wanted and peer.link is Link.WANTED and now_ns >= peer.try_at_ns:
             peer.link = Link.TRYING
             self._actions.append(Connect(peer.engine_id, peer.host, peer.port))
         if peer.link is not Link.UP:
