@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OUT ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-pd test soak check format bench lock clean
+.PHONY: help setup demo demo-pd test soak check format bench proto lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ format: $(READY) ## Mend what ruff can mend
 
 bench: $(READY) ## Measure; results go to out/bench and are compared with the last
 	$(BIN)/python -m benchmarks --out $(OUT)/bench
+
+proto: $(READY) ## Make the code of blocks.proto anew (it is committed; a test compares)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+		reference_impl/blockservice/blocks.proto
 
 lock: $(READY) ## Renew constraints.txt from what is installed
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^pdproof' -e '^nixl' > constraints.txt

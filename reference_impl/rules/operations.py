@@ -1,0 +1,95 @@
+"""Operations that may be retried: what is kept of one, and what a repeated, changed or outdated one gets.
+
+A write carries an id that its caller chose, and the moment at which he chose it. Whatever was answered is kept with the
+effect, in one transaction (KVC-IDEM-001 to -004, -007), scoped by tenant, for as long as a retry may still come; an id
+older than that is refused and never run again, because nobody could tell whether it has run (KVC-IDEM-008). Refusals
+are kept as well: an answer once given is never contradicted by a retry that finds the world changed.
+
+Source: RPC document, "the second version: commit the operation's result with its effect" and the limits named there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from reference_impl.rules.blockgroups import Answer, Outcome, Refusal, Request
+
+WINDOW_MS: Final = 10 * 60 * 1000
+"""Retries are served for ten minutes: longer than any deadline that a caller of ours sets."""
+SKEW_MS: Final = 60 * 1000
+"""How far a caller's wall clock may be ahead of ours."""
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an operation can be retried; its record is kept for longer."""
+
+    window_ms: int = WINDOW_MS
+    skew_ms: int = SKEW_MS
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that make no sense."""
+        for name in ("window_ms", "skew_ms"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def purge_before_ms(self, now_ms: int) -> int:
+        """Return the issue time before which records are dropped: no retry of them would be run (nor answered)."""
+        return now_ms - self.window_ms - self.skew_ms
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What is kept of an operation: its canonical parameters and what was answered."""
+
+    params: bytes
+    answer: Answer
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """The operation has run: this was its answer."""
+
+    answer: Answer
+
+
+class Denied(msgspec.Struct, frozen=True):
+    """The operation may not run, and nothing is kept of this attempt."""
+
+    answer: Answer
+
+
+def canonical(request: Request) -> bytes:
+    """Return a request's parameters in the one form in which two of them are compared."""
+    return msgspec.json.encode(request)
+
+
+def judge(
+    record: Record | None, request: Request, issued_ms: int, now_ms: int, purged_ms: int, retention: Retention
+) -> Replay | Denied | None:
+    """Return the saved answer, or why the operation may not run; None: it is new, and is to be run.
+
+    `record` is what is kept under its tenant and id; `purged_ms` the latest issue time of which records were dropped:
+    with it, a wall clock that steps back opens no hole.
+    """
+    if record is not None:
+        if record.params == canonical(request):
+            return Replay(record.answer)
+        return _denied(Refusal.ID_REUSED, "this id was used with other parameters", "operation_id")
+    if issued_ms <= max(now_ms - retention.window_ms, purged_ms):
+        return _denied(
+            Refusal.ID_EXPIRED,
+            f"issued more than {retention.window_ms / 1000:g} s ago: whether it has run cannot be told any more",
+            "issued_ms",
+        )
+    if issued_ms > now_ms + retention.skew_ms:
+        return _denied(
+            Refusal.FROM_THE_FUTURE,
+            f"issued {(issued_ms - now_ms) / 1000:.0f} s ahead of this node's clock; at most "
+            f"{retention.skew_ms / 1000:g} s are borne with",
+            "issued_ms",
+        )
+    return None
+
+
+def _denied(rule: Refusal, message: str, field: str) -> Denied:
+    return Denied(Answer(outcome=Outcome.REFUSED, refusal=rule, message=message, field=field))
