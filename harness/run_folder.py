@@ -20,9 +20,11 @@ from harness.errors import BadRunFolder
 from harness.verdicts import CheckResult
 from reference_impl.event_log import EventLog
 from reference_impl.rules.events import Event, EventKind, Scalar
+from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, columns_of
 from workloads.rows import RequestRecord
 
 T = TypeVar("T")
+Row = TypeVar("Row", bound=msgspec.Struct)
 FORMAT: Final = "pdproof-run/1"
 FOOTER_ACTOR: Final = "run-folder"
 
@@ -41,6 +43,11 @@ _OF_LATER_FORMATS: Final[dict[str, int | float | bool | None]] = {
 """Columns that older run folders lack, and what they would have held."""
 CHUNK_COLUMNS: Final[dict[str, str]] = {"request_id": "string", "t_ns": "int64", "tokens": "int32"}
 METRIC_COLUMNS: Final[dict[str, str]] = {"t_ns": "int64", "node": "string", "name": "string", "value": "float64"}
+CONTROL_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
+    "operations.parquet": Invocation, "effects.parquet": EffectRow, "records.parquet": RecordRow,
+    "groups.parquet": FinalRow,
+}  # fmt: skip
+"""The tables of a control plane, and what their rows are. A run without one has none of them."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +90,10 @@ class EventsFooter(msgspec.Struct, frozen=True, tag_field="line", tag="footer"):
     events: int
     requests: int
     chunks: int
+    invocations: int = 0
+    effects: int = 0
+    records: int = 0
+    groups: int = 0
 
 
 def request_row(run_id: str, record: RequestRecord, phase: str, content_ok: bool | None) -> dict[str, object]:
@@ -138,8 +149,13 @@ class RunWriter:
         """Add one scraped value."""
         self._metrics.append((t_ns, node, name, value))
 
-    def finish(self, requests: Iterable[tuple[RequestRecord, str, bool | None]]) -> RunFolder:
-        """Write all tables, then the footer, and return the finished folder. `requests`: record, phase, content_ok."""
+    def finish(
+        self, requests: Iterable[tuple[RequestRecord, str, bool | None]], control: ControlRows | None = None
+    ) -> RunFolder:
+        """Write all tables, then the footer, and return the finished folder.
+
+        `requests`: record, phase, content_ok. `control`: the history of the control plane, None where there is none.
+        """
         rows: list[dict[str, object]] = []
         chunk_ids: list[str] = []
         chunk_ns: list[int] = []
@@ -154,11 +170,24 @@ class RunWriter:
         chunks.astype(CHUNK_COLUMNS).to_parquet(self.path / "chunks.parquet")
         metrics = pd.DataFrame(self._metrics, columns=list(METRIC_COLUMNS))
         metrics.astype(METRIC_COLUMNS).to_parquet(self.path / "metrics.parquet")
+        if control is not None:
+            self._write_control(control)
         self.events.close()
         events = sorted(_read_parts(self.parts), key=lambda e: e.t_ns)
-        self._write_events(events, EventsFooter(events=len(events), requests=len(rows), chunks=len(chunk_ids)))
+        footer = EventsFooter(
+            events=len(events), requests=len(rows), chunks=len(chunk_ids), **_control_counts(control or ControlRows())
+        )
+        self._write_events(events, footer)
         shutil.rmtree(self.parts)
         return RunFolder(self.path)
+
+    def _write_control(self, control: ControlRows) -> None:
+        tables: list[Sequence[msgspec.Struct]] = [
+            control.invocations, control.effects, control.records, control.groups,
+        ]  # fmt: skip
+        for (name, kind), rows in zip(CONTROL_TABLES.items(), tables, strict=True):
+            columns = {c: [getattr(row, c) for row in rows] for c in kind.__struct_fields__}
+            pd.DataFrame(columns).astype(columns_of(kind)).to_parquet(self.path / name)
 
     def _write_events(self, events: list[Event], footer: EventsFooter) -> None:
         unfinished = self.path / "events.jsonl.part"
@@ -166,6 +195,10 @@ class RunWriter:
             for line in (EventsHeader(FORMAT, self.manifest.run_id), *events, footer):
                 out.write(msgspec.json.encode(line) + b"\n")
         unfinished.rename(self.path / "events.jsonl")
+
+
+def _control_counts(control: ControlRows) -> dict[str, int]:
+    return {name: len(getattr(control, name)) for name in ControlRows.__struct_fields__}
 
 
 def _read_parts(parts: Path) -> list[Event]:
@@ -205,7 +238,9 @@ class RunFolder:
             return "events.jsonl does not begin with this run's header"
         if footer is None:
             return "events.jsonl has no footer: it was cut short"
-        found = EventsFooter(events=len(events), requests=len(self.requests), chunks=len(self.chunks))
+        found = EventsFooter(
+            events=len(events), requests=len(self.requests), chunks=len(self.chunks), **_control_counts(self.control)
+        )
         if found != footer:
             return f"the footer promises {footer}, the folder holds {found}"
         return None
@@ -259,6 +294,14 @@ class RunFolder:
         """One row a scraped value."""
         return self._table("metrics.parquet", METRIC_COLUMNS)
 
+    @functools.cached_property
+    def control(self) -> ControlRows:
+        """The history of the control plane; without any row where there was none."""
+        return ControlRows(
+            invocations=self._rows("operations.parquet", Invocation), effects=self._rows("effects.parquet", EffectRow),
+            records=self._rows("records.parquet", RecordRow), groups=self._rows("groups.parquet", FinalRow),
+        )  # fmt: skip
+
     @property
     def verdicts(self) -> list[CheckResult]:
         """What the checks last said; empty before `pdproof check`."""
@@ -291,6 +334,13 @@ class RunFolder:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except (OSError, msgspec.DecodeError) as error:
             raise BadRunFolder(self.path, f"{name}: {error}") from error
+
+    def _rows(self, name: str, kind: type[Row]) -> list[Row]:
+        table = self._table(name, columns_of(kind))
+        if holed := [str(c) for c in table.columns if table[c].isna().any()]:
+            raise BadRunFolder(self.path, f"{name} lacks values in {', '.join(holed)}")
+        columns = [table[c].tolist() for c in kind.__struct_fields__]
+        return [kind(**dict(zip(kind.__struct_fields__, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _table(self, name: str, columns: dict[str, str]) -> pd.DataFrame:
         path = self.path / name

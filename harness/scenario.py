@@ -142,6 +142,23 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [*(f"p{n}" for n in range(self.prefill)), *(f"d{n}" for n in range(self.decode))]
 
 
+class ControlSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Clients of the block groups' control plane, beside the load, and how much must happen to prove anything."""
+
+    clients: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=RATE_MAX)] = 60.0
+    """Operations a second, of all clients together. A time scale does not change it."""
+    tenants: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    applied_min: Annotated[int, msgspec.Meta(ge=0)] = 200
+    """Operations that were applied."""
+    retried_min: Annotated[int, msgspec.Meta(ge=0)] = 20
+    """Invocations that took more than one attempt, or asked again for what had been asked before."""
+    replayed_min: Annotated[int, msgspec.Meta(ge=0)] = 5
+    """Answers that had been given before."""
+    crashes_min: Annotated[int, msgspec.Meta(ge=0)] = 5
+    """Faults that were injected and proved."""
+
+
 class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stretch of the run, in seconds at full scale. A fault strikes at its start; `repeats` runs it so often."""
 
@@ -162,6 +179,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     about: str = ""
     workers: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)] = 2
     kv: KvSpec | None = None
+    control: ControlSpec | None = None
     profile: str = "default"
     """The compute profile that it is meant for."""
     load: Load = Load()
@@ -184,6 +202,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 self._check_fault(phase.name, phase.fault)
         if self.load.sessions is not None and (self.kv is None or not self.kv.bidirectional_kv_xfer):
             raise ValueError("load.sessions needs kv.bidirectional_kv_xfer = true: its turns read what decoding left")
+        if self.control is not None and self.kv is None:
+            raise ValueError("control needs [kv]: a control plane is of block groups that move between engines")
 
     def _check_fault(self, phase: str, fault: FaultSpec) -> None:
         if fault.kind is FaultKind.KILL and fault.worker not in self.worker_ids:

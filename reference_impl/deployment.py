@@ -23,16 +23,19 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from reference_impl.blockservice.config import BlockServiceConfig
+from reference_impl.blockservice.peers import read_address
 from reference_impl.content import BLOCK_BYTES
 from reference_impl.deployment_options import parse
 from reference_impl.engine.config import MODEL_NAME
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
 from reference_impl.engine.weights_file import WEIGHTS_SEED, WeightsError, default_weights_dir, ensure_weights
 from reference_impl.failover.prober import ProbeLimits
-from reference_impl.failover.worker import WorkerConfig, WorkerStatus, read_status, status_path
+from reference_impl.failover.worker import WorkerConfig, WorkerStatus, blocks_socket, read_status, status_path
 from reference_impl.oracle import Weights
 from reference_impl.processes import end_child, last_line
 from reference_impl.router.protocol import TOKEN_VARIABLE
+from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.lifecycle import EngineState
 from reference_impl.rules.routing import Role
 from reference_impl.rules.terms import KvTerms
@@ -56,6 +59,13 @@ class DeploymentError(Exception):
         self.code = code
 
 
+class BlocksOptions(msgspec.Struct, frozen=True):
+    """What is to be with the block services."""
+
+    fail_points: bool = False
+    """Whether they can be made to fail at named places."""
+
+
 class DeploymentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What to bring up. Folders must exist."""
 
@@ -74,6 +84,8 @@ class DeploymentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that a decode worker runs at once; 0: as many as the profile says."""
     decode_clock_offset_s: float = 0.0
     """How far the decode workers' clock is ahead of the prefill workers'."""
+    blocks: BlocksOptions | None = None
+    """Of the block service beside each worker's engines; None: there is none."""
     shadow: bool
     run_dir: Path
     """Private: locks, sockets, status files. Its path must be short enough for a Unix socket (under 90 bytes)."""
@@ -99,6 +111,8 @@ class Announcement(msgspec.Struct, frozen=True):
     clock_offsets_s: dict[str, float] = {}
     """How far a worker's clock is ahead of the host's."""
     terms: KvTerms = KvTerms()
+    blocks: dict[str, str] = {}
+    """By worker: where its block service listens, and its metrics (`peers.address_path`)."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -170,7 +184,15 @@ class Deployment:
             ranks={place.worker_id: place.ranks for place in self._places},
             clock_offsets_s={place.worker_id: place.clock_offset_s for place in self._places},
             terms=config.terms,
+            blocks={place.worker_id: self._address(place.worker_id) for place in self._places if config.blocks},
         )  # fmt: skip
+
+    def _address(self, worker_id: str) -> str:
+        """Return where a worker's block service listens."""
+        address = read_address(self._config.run_dir, worker_id)
+        if address is None:
+            raise DeploymentError(f"{worker_id}'s block service has no address")
+        return address.target
 
     async def _check_clocks(self, progress: Callable[[str], None]) -> None:
         """Say whose clock is ahead, by how much. Raises DeploymentError where the kernel gives no such clock."""
@@ -235,6 +257,7 @@ class Deployment:
             profile = msgspec.structs.replace(profile, requests_max=config.decode_slots)
         worker = WorkerConfig(
             worker_id=place.worker_id,
+            blocks=self._blocks_of(place.worker_id),
             role=place.role,
             terms=config.terms,
             ranks=place.ranks,
@@ -255,6 +278,20 @@ class Deployment:
         await self._spawn(
             f"{place.worker_id}-supervisor", "reference_impl.failover.supervisor",
             [msgspec.json.encode(worker).decode()],
+        )  # fmt: skip
+
+    def _blocks_of(self, worker_id: str) -> BlockServiceConfig | None:
+        config, options = self._config, self._config.blocks
+        if options is None:
+            return None
+        run_dir = config.run_dir
+        return BlockServiceConfig(
+            node=worker_id, nodes=[place.worker_id for place in self._places], run_dir=str(run_dir),
+            engine_socket=str(blocks_socket(run_dir, worker_id)), host=config.host,
+            store=str(config.events_dir / f"blocks-{worker_id}.sqlite"),
+            events_file=str(config.events_dir / f"events-{worker_id}-blocks.jsonl"),
+            log_file=str(config.logs_dir / f"{worker_id}-rpc.jsonl"),
+            loan_ms=config.terms.first_ns // NS_PER_MS, fail_points=options.fail_points,
         )  # fmt: skip
 
     async def _spawn(
@@ -304,7 +341,9 @@ class Deployment:
 
     def _has_its_engines(self, worker_id: str) -> bool:
         status = read_status(status_path(self._config.run_dir, worker_id))
-        return status is not None and _redundant(status, self._config.shadow)
+        if status is None or not _redundant(status, self._config.shadow):
+            return False
+        return self._config.blocks is None or any(p.role == "block-service" for p in status.processes)
 
 
 def _redundant(status: WorkerStatus, shadow: bool) -> bool:
@@ -333,6 +372,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
             decode_ranks=arguments.decode_ranks,
             decode_slots=arguments.decode_slots,
             decode_clock_offset_s=arguments.decode_clock_offset_s,
+            blocks=BlocksOptions(arguments.fail_points) if arguments.blocks else None,
             shadow=arguments.shadow,
             run_dir=run_dir,
             events_dir=_folder(folder / "parts" if arguments.folder else folder),

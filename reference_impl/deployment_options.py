@@ -48,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
                         help="kill an engine that is silent for this long")  # fmt: skip
     parser.add_argument("--announce", action="store_true", help="print one JSON line when everything serves")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input does")
+    parser.add_argument("--blocks", action="store_true",
+                        help="a block-group service (gRPC) beside each worker's engines")  # fmt: skip
+    parser.add_argument("--fail-points", action="store_true",
+                        help="with --blocks: let those services be made to fail at named places")  # fmt: skip
     _add_split(parser.add_argument_group("prefill and decode apart"))
     return parser
 
@@ -106,6 +110,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(
             f"--decode-slots must be at least 0, and needs --prefill and --decode; got {arguments.decode_slots}"
         )
+    if arguments.fail_points and not arguments.blocks:
+        parser.error("--fail-points needs --blocks: they are those of the block services")
     if arguments.decode_clock_offset_s and not apart:
         parser.error("--decode-clock-offset-s needs --prefill and --decode")
     if not abs(arguments.decode_clock_offset_s) <= OFFSET_MAX_S:

@@ -31,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lock_path: str
     memory_socket: str
     """Of the device's memory service; empty: the engine's memory is its own and dies with it (a cold start)."""
+    blocks_socket: str = ""
+    """Of the node's block service; empty: there is none."""
     router_url: str
     """Empty: nobody to register with; the engine serves on its own."""
     host: str = "127.0.0.1"

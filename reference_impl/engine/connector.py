@@ -13,8 +13,9 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from reference_impl.content import BLOCK_TOKENS, Ints
+from reference_impl.content import BLOCK_TOKENS, Ints, block_digests
 from reference_impl.engine.core import EngineCore, Sequence
+from reference_impl.rules.blocks import OutOfBlocks
 from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.clocksync import Sample
 from reference_impl.rules.consumer import (
@@ -34,6 +35,7 @@ from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.handoff import Asked, BadHandOff, HandOff
 from reference_impl.rules.producer import Extended, Freed, Producer, Refused, Send
 from reference_impl.rules.terms import KvTerms, LoadPolicy
+from reference_impl.rules.transfer_tokens import is_token
 from reference_impl.transport.base import PeerRefused, RankAddress, ReadResult, Transport
 
 GUESTS_MAX: Final = 256
@@ -90,6 +92,21 @@ def fingerprint(tokens: Ints, blocks: list[int]) -> str:
     return digest.hexdigest()
 
 
+def group_fingerprint(last_digest: bytes, blocks: list[int]) -> str:
+    """Return the same of a block group: the digest of its last block names all of its text."""
+    digest = hashlib.blake2b(last_digest, digest_size=16, person=b"block group")
+    digest.update(np.asarray(blocks, dtype="<u4").tobytes())
+    return digest.hexdigest()
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """Blocks of another engine that have come, or not (`problem`). Those that came are the taker's to release."""
+
+    fetch_id: str
+    blocks: list[int]
+    problem: str = ""
+
+
 class Connector:
     """One engine's share in the movement of KV: it may hold, read, or both."""
 
@@ -110,6 +127,12 @@ class Connector:
         self._sequences: dict[str, Sequence] = {}
         """Those that load or are to be kept, by request id."""
         self._asked: dict[str, Asked] = {}
+        self.fetched: list[Fetched] = []
+        """Fetches that have ended; whoever began them takes them off this list."""
+        self.loans_ended: list[str] = []
+        """Tokens of loans that have ended; whoever lent takes them off this list."""
+        self._fetches: dict[str, list[int]] = {}
+        """Destinations of fetches that are under way."""
         self._draining: dict[str, list[int]] = {}
         """Destinations that a transfer may still land in (S6)."""
         self._guests: OrderedDict[str, None] = OrderedDict()
@@ -133,7 +156,7 @@ class Connector:
                 if load.engine_id != self._engine_id:
                     self.reject(request_id, load, now_ns)
                 raise
-            content = fingerprint(prompt[: load.tokens], load.blocks)
+            content = self._content(load, prompt)
         try:
             sequence = self.core.sequence(
                 request_id, prompt, output_tokens_max,
@@ -148,6 +171,11 @@ class Connector:
             self.consumer.arrive(request_id, load, content, now_ns)
         return sequence
 
+    def _content(self, load: HandOff, prompt: Ints) -> str:
+        if load.block_group:
+            return group_fingerprint(block_digests(prompt[: load.tokens])[-1], load.blocks)
+        return fingerprint(prompt[: load.tokens], load.blocks)
+
     def _keeps_turn(self, asked: Asked) -> bool:
         return self.terms.bidirectional_kv_xfer and asked.load is not None and not asked.keep
 
@@ -161,7 +189,13 @@ class Connector:
                 "kv_transfer_params.remote_blocks_expiry_time is of two-turn mode, which is off here",
                 "kv_transfer_params.remote_blocks_expiry_time",
             )
-        if load.tokens > prompt_tokens or (load.tokens < prompt_tokens and not load.turn):
+        if load.block_group and load.tokens % BLOCK_TOKENS:
+            raise BadHandOff(
+                f"kv_transfer_params.remote_num_tokens of a block group is {load.tokens}: no full blocks",
+                "kv_transfer_params.remote_num_tokens",
+            )
+        part = load.turn or load.block_group
+        if load.tokens > prompt_tokens or (load.tokens < prompt_tokens and not part):
             raise BadHandOff(
                 f"kv_transfer_params.remote_num_tokens is {load.tokens}, the prompt has {prompt_tokens} tokens",
                 "kv_transfer_params.remote_num_tokens",
@@ -224,11 +258,50 @@ class Connector:
         self._say(EventKind.TURN_RENEWED, handoff.request_id, duration_s=(lease.deadline_ns - now_ns) / 1e9)
         return self._hand_off(handoff.request_id, lease.blocks, handoff.tokens, lease.deadline_ns).params()
 
-    def _hand_off(self, request_id: str, blocks: list[int], tokens: int, expiry_ns: int) -> HandOff:
+    def _hand_off(self, request_id: str, blocks: list[int], tokens: int, expiry_ns: int, group: str = "") -> HandOff:
         return HandOff(
             engine_id=self._engine_id, request_id=request_id, host=self._host, port=self._port, blocks=blocks,
-            tokens=tokens, ranks=self._ranks, expiry_ns=expiry_ns,
+            tokens=tokens, ranks=self._ranks, expiry_ns=expiry_ns, block_group=group,
         )  # fmt: skip
+
+    # Block groups.
+
+    def lend(self, token: str, group: str, blocks: list[int], last_digest: bytes, now_ns: int) -> HandOff:
+        """Lease a group's blocks, one reference on each of which becomes the lease's, to the bearer of a token.
+
+        Raises ValueError if the token is lent on already.
+        """
+        content = group_fingerprint(last_digest, blocks)
+        lease = self.producer.grant(token, blocks, readers=1, content=content, now_ns=now_ns)
+        duration_s = (lease.deadline_ns - now_ns) / 1e9
+        self._say(EventKind.LEASE_GRANTED, token, blocks=len(blocks), duration_s=duration_s, turn=False)
+        return self._hand_off(token, blocks, len(blocks) * BLOCK_TOKENS, 0, group)
+
+    def fetch(self, fetch_id: str, load: HandOff, digests: list[bytes], now_ns: int) -> None:
+        """Read another engine's group into this pool; `fetched` tells how it came out. Raises OutOfBlocks."""
+        blocks = self.core.pool.take_prefix(digests)
+        start = len(blocks)
+        try:
+            blocks += self.core.pool.allocate(len(digests) - start)
+        except OutOfBlocks:
+            self.core.pool.release(blocks)
+            raise
+        self._fetches[fetch_id] = blocks
+        self.consumer.arrive(fetch_id, load, group_fingerprint(digests[-1], load.blocks), now_ns)
+        if start == len(digests):
+            self.consumer.spare(fetch_id)
+            self._fetch_over(fetch_id, "")
+            return
+        remote, local = (np.array(numbers[start:], np.int64) for numbers in (load.blocks, blocks))
+        self.consumer.admit(fetch_id, remote, local, now_ns)
+
+    def _fetch_over(self, fetch_id: str, problem: str, *, still_landing: bool = False) -> None:
+        blocks = self._fetches.pop(fetch_id)
+        if still_landing:
+            self._draining[fetch_id] = blocks
+        elif problem:
+            self.core.pool.release(blocks)
+        self.fetched.append(Fetched(fetch_id, [] if problem else blocks, problem))
 
     def _let_go(self, sequence: Sequence) -> None:
         self.core.pool.release(reversed(sequence.held_blocks))
@@ -271,7 +344,8 @@ class Connector:
     @property
     def blocks_elsewhere(self) -> list[int]:
         """Blocks that are held for no running request, once for each reference: leased ones, and what still drains."""
-        return [block for blocks in (*self.producer.leases.blocks, *self._draining.values()) for block in blocks]
+        kept = (*self.producer.leases.blocks, *self._draining.values(), *self._fetches.values())
+        return [block for blocks in kept for block in blocks]
 
     # The step loop's calls.
 
@@ -369,12 +443,18 @@ class Connector:
         told: dict[str, Scalar] = {
             "blocks": len(lease.blocks), "held_ms": held_ms, "turn": lease.turn, "heard_from": lease.heard_from,
         }  # fmt: skip
+        if is_token(lease.request_id):
+            self.loans_ended.append(lease.request_id)
         if freed.how is None:
             self._say(EventKind.LEASE_EXPIRED, lease.request_id, **told)
         else:
             self._say(EventKind.LEASE_RELEASED, lease.request_id, how=freed.how, **told)
 
     def _load_over(self, over: Loaded | Failed | Abandoned) -> None:
+        if over.request_id in self._fetches:
+            problem = "" if isinstance(over, Loaded) else over.reason
+            self._fetch_over(over.request_id, problem, still_landing=isinstance(over, Abandoned))
+            return
         sequence = self._sequences.get(over.request_id)
         if sequence is None or sequence.row not in self.core.loading:
             return

@@ -212,6 +212,10 @@ class EngineCore:
         self.waiting.append(sequence)
         return sequence
 
+    def block_bytes(self, block: int) -> memoryview:
+        """Return one block's bytes as they are in the pool; hold the block while you read them."""
+        return memoryview(self._kv[block]).cast("B")
+
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence that waits or runs, and free its blocks, whether it holds or not. Harmless when it has ended.
 

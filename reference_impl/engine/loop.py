@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from reference_impl.content import Ints
+from reference_impl.engine.block_groups import BlockGroups
 from reference_impl.engine.connector import Connector
 from reference_impl.engine.core import EngineCore, Sequence
 from reference_impl.realclock import now_ns
@@ -79,6 +80,8 @@ class StepLoop:
     def __init__(self, core: EngineCore, connector: Connector | None = None) -> None:
         self.core = core
         self.connector = connector
+        self.groups: BlockGroups | None = None
+        """Told of every sequence that ends, where a block service stands beside the engine."""
         self._streams: dict[int, TokenStream] = {}
         self._work = asyncio.Event()
         self.steps = 0
@@ -166,6 +169,8 @@ class StepLoop:
         params = None
         if sequence.finished and self.connector is not None:
             params = self.connector.finished(sequence, now_ns())
+        if sequence.finished and self.groups is not None:
+            self.groups.noticed(sequence)
         stream = self._streams.get(id(sequence))
         if stream is None:  # aborted while the step ran
             return

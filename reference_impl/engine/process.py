@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ import numpy as np
 import uvloop
 
 from reference_impl.content import BLOCK_WORDS
+from reference_impl.engine.block_groups import BlockGroups
+from reference_impl.engine.block_link import BlockLink
 from reference_impl.engine.canary import Canary
 from reference_impl.engine.config import MODEL_NAME, EngineConfig, EngineStatus
 from reference_impl.engine.core import EngineCore
@@ -36,11 +39,13 @@ from reference_impl.failover.lock import FlockFailoverLock, LockError
 from reference_impl.memory_service.errors import MemoryServiceError
 from reference_impl.oracle import Weights
 from reference_impl.processes import die_with_parent
-from reference_impl.realclock import host_ns
+from reference_impl.realclock import host_ns, wall_ns
 from reference_impl.router.protocol import TOKEN_VARIABLE, Register
+from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.lifecycle import EngineState, IllegalMove, Lifecycle, WakeFacts
 from reference_impl.rules.routing import Role
+from reference_impl.rules.transfer_tokens import is_token, node_key, why_not
 
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 
@@ -187,6 +192,8 @@ class EngineProcess:
             raise WakeFailed("the canary's answer is wrong: weights or KV are not what they should be")
         self._life.activate(WakeFacts(weights_mapped=True, kv_mapped=True, canary_answered=right))
         self._server.loop, self._metrics.core, self._metrics.connector = loop, self._core, connector
+        if self._config.blocks_socket:
+            self._link_blocks(loop)
         self._publish_memory()
         self._say(EventKind.ENGINE_AWAKE, epoch=epoch)
         if self._config.router_url:
@@ -196,6 +203,21 @@ class EngineProcess:
                 me = Register(config.worker_id, config.engine_id, self._url, epoch, config.role, kv_engine_id)
                 await self._registration.register(me)
         self._tell(EngineState.ACTIVE)
+
+    def _link_blocks(self, loop: StepLoop) -> None:
+        """Make the prefix cache the node's block groups."""
+        config, connector = self._config, loop.connector
+        incarnation = self._transfer.engine_id if self._transfer else f"{config.engine_id}.{secrets.token_hex(4)}"
+        groups = BlockGroups(
+            self._core, connector, worker_id=config.worker_id, hosts=tuple({config.host, *LOOPBACK})
+        )  # fmt: skip
+        if connector is not None:
+            key = node_key(os.environb.get(TOKEN_VARIABLE.encode(), b""), config.worker_id)
+            connector.producer.explain = lambda request_id: (
+                why_not(key, request_id, wall_ns() // NS_PER_MS) if is_token(request_id) else ""
+            )
+        loop.groups = groups
+        self._spawn(BlockLink(Path(config.blocks_socket), self._core, groups, incarnation).run())
 
     def _say_of_kv(self, kind: EventKind, subject: str, **detail: Scalar) -> None:
         self._events.say(kind, subject, engine_id=self._config.engine_id, worker_id=self._config.worker_id, **detail)

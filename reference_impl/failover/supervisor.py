@@ -1,5 +1,7 @@
 """A worker's supervisor: keeps a memory service, an active engine and a shadow running (KVC-SHDW-003, KVC-LOCK-005).
 
+Where there is a block service, it lives and dies beside them, by itself.
+
 A dead engine comes back as the new shadow, after its successor is awake: so the restart's own work does not slow the
 promotion. With no other engine left it is started at once, a cold start. A hung engine is killed; the kernel then
 frees the lock. If the memory service dies, everything of the worker is started anew.
@@ -34,6 +36,7 @@ SUCCESSOR_LIMIT_S: Final = 30.0
 """How long a dead engine's restart waits for its successor to be awake."""
 FAILED_STARTS_MAX: Final = 5
 BACKOFF_S: Final = 0.2
+BACKOFF_S_MAX: Final = 5.0
 STOP_LIMIT_S: Final = 5.0
 READY_LIMIT_S: Final = 20.0
 START_SILENT_LIMIT_NS: Final = 30 * NS_PER_S
@@ -88,16 +91,20 @@ class Supervisor:
         self.stop = asyncio.Event()
         self._engines: dict[str, EngineHandle] = {}
         self._memory: ProcessInfo | None = None
+        self._blocks: ProcessInfo | None = None
         self._changed = asyncio.Condition()
         self._started = 0
         self._failed_starts = 0
 
     async def run(self) -> None:
         """Keep the worker up. Raises WorkerFailed when engines keep dying while they start."""
+        blocks = asyncio.create_task(self._keep_blocks())
         try:
             while not self.stop.is_set():
                 await self._life()
         finally:
+            blocks.cancel()
+            await asyncio.gather(blocks, return_exceptions=True)
             self._publish()
             self._events.close()
 
@@ -174,6 +181,7 @@ class Supervisor:
             ticks_fd=ticks.fd,
             spawned_ns=host_ns(),
             parent_pid=os.getpid(),
+            blocks_socket=str(config.blocks_socket) if config.blocks else "",
         )
         try:
             process = await self._spawn(
@@ -244,6 +252,46 @@ class Supervisor:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def _keep_blocks(self) -> None:
+        """Run one block service after the other: it keeps nothing that its successor does not find."""
+        config = self._config
+        if config.blocks is None:
+            return
+        name = f"{config.worker_id}-blocks"
+        argument = msgspec.json.encode(msgspec.structs.replace(config.blocks, parent_pid=os.getpid())).decode()
+        failed_starts = 0
+        while True:
+            process = await self._spawn(name, "reference_impl.blockservice.process", [argument], (), pipe=True)
+            try:
+                info = ProcessInfo(
+                    name=name, role="block-service", pid=process.pid, start_ticks=start_ticks(process.pid) or 0
+                )  # fmt: skip
+                self._say_started(info, host_ns())
+                ready = await self._is_ready(process)
+                self._blocks = info if ready else None
+                self._publish()
+                await process.wait()
+            finally:
+                await end_child(process, STOP_LIMIT_S)
+                self._events.say(EventKind.PROCESS_EXITED, name, pid=process.pid, status=process.returncode,
+                                 worker_id=config.worker_id)  # fmt: skip
+                self._blocks = None
+                self._publish()
+            failed_starts = 0 if ready else failed_starts + 1
+            if failed_starts:
+                await asyncio.sleep(min(BACKOFF_S * 2**failed_starts, BACKOFF_S_MAX))
+
+    async def _is_ready(self, process: asyncio.subprocess.Process) -> bool:
+        """Wait for a child's word that it serves."""
+        if process.stdout is None:
+            return False
+        try:
+            async with asyncio.timeout(READY_LIMIT_S):
+                return (await process.stdout.readline()).strip() == b"ready"
+        except TimeoutError:
+            process.kill()
+            return False
+
     async def _start_memory_service(self) -> asyncio.subprocess.Process:
         config = self._config
         name = f"{config.worker_id}-gms"
@@ -251,14 +299,7 @@ class Supervisor:
                      "--capacity-bytes", str(config.memory_bytes), "--die-with-parent",
                      "--events", str(Path(config.events_dir, f"events-{name}.jsonl"))]  # fmt: skip
         process = await self._spawn(name, "reference_impl.memory_service.server", arguments, (), pipe=True)
-        if process.stdout is None:
-            raise WorkerFailed(f"worker {config.worker_id}: the memory service has no output pipe")
-        try:
-            async with asyncio.timeout(READY_LIMIT_S):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        if line.strip() != b"ready":
+        if not await self._is_ready(process):
             await end_child(process, STOP_LIMIT_S)
             log = Path(config.logs_dir, f"{name}.log")
             word = last_line(log) or "it said nothing"
@@ -289,7 +330,8 @@ class Supervisor:
                          start_ticks=info.start_ticks, worker_id=self._config.worker_id)  # fmt: skip
 
     def _publish(self) -> None:
-        processes = [h.info for h in self._engines.values()] + ([self._memory] if self._memory else [])
+        beside = [info for info in (self._memory, self._blocks) if info is not None]
+        processes = [h.info for h in self._engines.values()] + beside
         write_status(self._config.status_path, WorkerStatus(self._config.worker_id, processes))
 
     async def _end_engines(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from reference_impl.blockservice.config import BlockServiceConfig
 from reference_impl.engine.profile import Profile
 from reference_impl.failover.prober import ProbeLimits
 from reference_impl.rules.routing import Role
@@ -35,6 +36,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     clock_offset_s: float = 0.0
     """How far the clock of its engines and its memory service is ahead of the host's (`time_namespace`)."""
+    blocks: BlockServiceConfig | None = None
+    """Of the block service beside the engines; None: there is none."""
     host: str = "127.0.0.1"
     probe: ProbeLimits = ProbeLimits()
     parent_pid: int = 0
@@ -54,13 +57,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The status file."""
         return status_path(Path(self.run_dir), self.worker_id)
 
+    @property
+    def blocks_socket(self) -> Path:
+        """Where the block service meets the engine."""
+        return blocks_socket(Path(self.run_dir), self.worker_id)
+
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a worker. `pid` and `start_ticks` together name it for good."""
 
     name: str
     role: str
-    """"engine" or "memory-service"."""
+    """"engine", "memory-service" or "block-service"."""
     pid: int
     start_ticks: int
     state: str = ""
@@ -77,6 +85,11 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     def engines(self, state: str) -> list[ProcessInfo]:
         """Return the engines in `state`."""
         return [p for p in self.processes if p.role == "engine" and p.state == state]
+
+
+def blocks_socket(run_dir: Path, worker_id: str) -> Path:
+    """Return where a worker's block service meets its engine."""
+    return run_dir / f"{worker_id}.blocks"
 
 
 def status_path(run_dir: Path, worker_id: str) -> Path:

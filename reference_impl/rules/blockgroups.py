@@ -273,7 +273,7 @@ def decide(request: Request, operation_id: str, view: View) -> Decision:
         return _refuse(view, Refusal.FUTURE_EPOCH, message, "epoch")
     match request:
         case Unpin():
-            return _unpin(view, group)
+            return _stale(request, view, group) or _unpin(view, group)
         case CancelMigrate():
             return _cancel(request, view, group)
         case Evict() if group.state is GroupState.EVICTED:
@@ -327,7 +327,11 @@ def _pin(request: Pin, view: View, group: Group) -> Decision:
 
 
 def _unpin(view: View, group: Group) -> Decision:
-    """Unpin in whatever state, so that nobody is kept from leaving."""
+    """Unpin in whatever state, so that nobody is kept from leaving.
+
+    With an epoch that is over it is refused like all else (KVC-IDEM-005): the pins of that epoch went with it, and one
+    of the same request that stands now is another, which a late unpin must not take away.
+    """
     if view.pin is PinState.UNPINNED:
         return Decision(answer=_answer(view, group))
     left = view.pins - (view.pin is PinState.PINNED)
@@ -441,7 +445,7 @@ def _in_use(view: View) -> Decision | None:
 def _gone(view: View, group: Group) -> Decision:
     """Refuse, and write down what the engine says: it has used the blocks for something else."""
     gone = evicted(group)
-    now = msgspec.structs.replace(view, group=gone)
+    now = msgspec.structs.replace(view, group=gone, pins=0)
     refused = _refuse(now, Refusal.NOT_RESIDENT, "its blocks have been used for something else", "block_group_id")
     return msgspec.structs.replace(refused, group=gone, forget_pins=True)
 

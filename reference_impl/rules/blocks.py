@@ -67,6 +67,22 @@ class BlockPool:
         """Return how many hold `block`."""
         return self._references[block]
 
+    def find(self, digests: Sequence[bytes]) -> list[int] | None:
+        """Return the blocks of a whole chain of digests, taking no reference; None if one of them is not here."""
+        found = [self._index.get(digest, -1) for digest in digests]
+        return None if -1 in found else found
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Forget what is known of some digests: a block that nobody holds is free, one that is held will be."""
+        for digest in digests:
+            block = self._index.pop(digest, None)
+            if block is None:
+                continue
+            self._digest[block] = None
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def fits(self, digests: Sequence[bytes], count: int) -> bool:
         """Return whether `count` blocks can be had now: the longest cached prefix of `digests`, and new ones behind it.
 

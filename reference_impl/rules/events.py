@@ -56,6 +56,14 @@ class EventKind(enum.StrEnum):
     # Peers. subject: the peer's engine id. detail: engine_id
     PEER_CONNECTED = "peer.connected"  # detail: handshake_ms, offset_ms, offset_error_ms
     PEER_LOST = "peer.lost"  # detail: reason
+    # Block groups, said by a node's block service. subject: the operation's id
+    # detail of each: tenant, method, block_group_id, epoch, refusal
+    OPERATION_APPLIED = "op.applied"
+    OPERATION_REPLAYED = "op.replayed"
+    OPERATION_REFUSED = "op.refused"
+    MIGRATION_MOVED = "migration.moved"  # a step of one. detail: status, step, src, dst, block_group_id
+    BLOCKS_LINKED = "blocks.linked"  # subject: the node. detail: incarnation, new, groups, lost, loans
+    FAIL_POINT_REACHED = "failpoint.reached"  # said before it acts. subject: the point. detail: action, method, node
     # Faults. subject: fault id
     FAULT_INJECTED = "fault.injected"  # detail: fault, target, pid, worker_id
     FAULT_PROVED = "fault.proved"  # detail: evidence

@@ -44,6 +44,8 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
 
     slot: int = -1
     """Which of several readers this one is (ours: `remote_reader`); -1: the only one, or not said."""
+    block_group: str = ""
+    """The blocks are this group's, on loan (ours: `remote_block_group`): a prefix of the prompt, of full blocks."""
 
     @property
     def turn(self) -> bool:
@@ -64,7 +66,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": self.expiry_ns / NS_PER_S if self.expiry_ns else None,
             "transfer_mode": "read",
-        }
+        } | ({"remote_block_group": self.block_group} if self.block_group else {})
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +94,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfer_mode: str | None = None
     remote_readers: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     remote_reader: Annotated[int, msgspec.Meta(ge=0, le=1023)] | None = None
+    remote_block_group: Annotated[str, msgspec.Meta(max_length=ID_CHARS_MAX, pattern=r"^[!-~]*\Z")] = ""
 
 
 def parse(params: object, *, block_tokens: int, hosts: tuple[str, ...]) -> Asked:
@@ -130,6 +133,7 @@ def _hand_off(given: _Params, block_tokens: int, hosts: tuple[str, ...]) -> Hand
         port=given.remote_port or 0, blocks=blocks, tokens=tokens, ranks=given.tp_size or 1,
         expiry_ns=round((given.remote_blocks_expiry_time or 0) * NS_PER_S),
         slot=-1 if given.remote_reader is None else given.remote_reader,
+        block_group=given.remote_block_group,
     )  # fmt: skip
 
 

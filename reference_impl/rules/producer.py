@@ -10,6 +10,7 @@ least that long from now. So blocks are not given away under a read that keeps i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
@@ -28,6 +29,7 @@ from reference_impl.rules.messages import (
     encode,
 )
 from reference_impl.rules.terms import KvTerms
+from reference_impl.rules.transfer_tokens import is_token
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -89,6 +91,8 @@ class Producer:
         self.terms = terms
         self.leases = LeaseTable()
         self.counts = HolderCounts()
+        self.explain: Callable[[str], str] = lambda _: ""
+        """Says more of an id that has no lease, "" if there is no more to say."""
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
@@ -187,7 +191,7 @@ class Producer:
         lease = self.leases.get(claim.request)
         if lease is None:
             self.counts.late_claims += 1
-            return "no lease: it has ended, or never was"
+            return self.explain(claim.request) or "no lease: it has ended, or never was"
         if claim.slot >= lease.readers:
             return f"only {lease.readers} readers are expected, so there is no place {claim.slot}"
         if claim.reader in lease.reported:
@@ -196,7 +200,8 @@ class Producer:
             return "the blocks hold another text"
         if claim.within_ns > self.terms.read_limit_ns:
             return f"a read may take {self.terms.read_limit_ns / NS_PER_S:g} s, not {claim.within_ns / NS_PER_S:g}"
-        return ""
+        used = is_token(claim.request) and lease.reading - {claim.reader}
+        return "the transfer token is another reader's: it works once" if used else ""
 
     def _free(self, lease: Lease | None, how: How) -> None:
         if lease is not None:

@@ -32,7 +32,7 @@ from tests.waiting import until
 
 T = TypeVar("T")
 LIMIT_S: Final = 20.0
-TOKEN: Final = "token of a test"
+TOKEN: Final = "the token of these tests"
 POLL_S: Final = 0.01
 KEEP: Final = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,

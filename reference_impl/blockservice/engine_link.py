@@ -1,0 +1,144 @@
+"""The service's side of the link to its node's engine: a private socket (0600) at which the engine introduces itself.
+
+At most one engine is linked; a new one takes its place. It is told everything that is to be so before anything else is
+asked of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from reference_impl.blockservice import link
+from reference_impl.blockservice.errors import Unavailable
+
+ASK_LIMIT_S: Final = 5.0
+HELLO_LIMIT_S: Final = 5.0
+HEARD_MAX: Final = 1024
+"""Messages of an engine that wait to be taken in."""
+
+Wire = link.Stream[link.FromEngine]
+
+
+class NoEngine(Unavailable):
+    """No engine is linked, or it did not answer: what needs it can be tried again."""
+
+
+class EngineLink:
+    """Where the engine is reached. `came` is awaited with its introduction, `said` with what it says by itself.
+
+    While `came` runs the engine can be asked, by `came` only.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        came: Callable[[link.Hello], Awaitable[None]],
+        said: Callable[[link.Publish | link.Gone | link.Ended], Awaitable[None]],
+    ) -> None:
+        self._path, self._came, self._said = path, came, said
+        self._server: asyncio.Server | None = None
+        self._wire: Wire | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[link.Said]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self.incarnation = ""
+        """Of the engine that is linked, "" if none is."""
+
+    async def listen(self) -> None:
+        """Listen at the socket, in place of a dead predecessor's."""
+        self._path.unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            self._server = await asyncio.start_unix_server(self._accept, self._path)
+        finally:
+            os.umask(mask)
+        if stat.S_IMODE(self._path.stat().st_mode) != 0o600:
+            raise PermissionError(f"{self._path} must be private (0600)")
+
+    async def ask(self, question: link.Question) -> link.Said:
+        """Return the engine's answer. Raises NoEngine."""
+        wire = self._wire
+        if wire is None:
+            raise NoEngine("no engine is linked to this node's block service")
+        number = next(self._numbers)
+        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            wire.send(link.Ask(number, question))
+            said: link.Said = await asyncio.wait_for(answered, ASK_LIMIT_S)
+            return said
+        except TimeoutError as error:
+            raise NoEngine(f"the engine did not answer within {ASK_LIMIT_S:g} s") from error
+        finally:
+            del self._waiting[number]
+
+    async def close(self) -> None:
+        """Stop listening and let the engine go."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        self._path.unlink(missing_ok=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        wire: Wire = link.Stream(reader, writer, link.FromEngine)
+        try:
+            async with asyncio.timeout(HELLO_LIMIT_S):
+                hello = await wire.receive()
+            if isinstance(hello, link.Hello):
+                await self._serve(wire, hello)
+        except (link.LinkBroken, NoEngine, TimeoutError):
+            return
+        finally:
+            await wire.close()
+
+    async def _serve(self, wire: Wire, hello: link.Hello) -> None:
+        """Serve one engine to its end."""
+        self._leave()
+        self._wire, self.incarnation = wire, hello.incarnation
+        heard: asyncio.Queue[link.Publish | link.Gone | link.Ended] = asyncio.Queue(HEARD_MAX)
+        listening = asyncio.create_task(self._listen(hello, heard))
+        try:
+            while True:
+                message = await wire.receive()
+                if isinstance(message, link.Said):
+                    self._answered(message)
+                elif not isinstance(message, link.Hello):
+                    heard.put_nowait(message)
+        except asyncio.QueueFull:
+            return  # it is told everything when it comes back
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            if self._wire is wire:
+                self._leave()
+
+    async def _listen(self, hello: link.Hello, heard: asyncio.Queue[link.Publish | link.Gone | link.Ended]) -> None:
+        """Take in what the engine says, in order: beside what it answers, for that may be waited for meanwhile."""
+        with contextlib.suppress(NoEngine):
+            await self._came(hello)
+            while True:
+                await self._said(await heard.get())
+
+    def _answered(self, said: link.Said) -> None:
+        waiting = self._waiting.get(said.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(said)
+
+    def _leave(self) -> None:
+        """Let the engine go that is linked: whatever it was asked fails."""
+        self._wire, self.incarnation = None, ""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(NoEngine("the engine has gone"))

@@ -1,0 +1,343 @@
+"""One node's block groups: the rules, kept in its store, and carried out by its engine.
+
+A write goes: ask the engine (hold, look, lend), decide and commit, tell the engine what came of it. A crash between any
+two of these leaves the engine with too much or too little at worst, never the store; the engine learns all of it anew
+when the two meet again (`Sync`). Groups belong to a tenant; those of this deployment's engines belong to `TENANT`.
+Source: KVC-IDEM-001 to -003, -009 to -011, -016, -019; ARCHITECTURE.md, "the control plane".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+from reference_impl.blockservice import link
+from reference_impl.blockservice.deadline import remaining_s
+from reference_impl.blockservice.engine_link import EngineLink, NoEngine
+from reference_impl.blockservice.errors import Unavailable
+from reference_impl.blockservice.gate import Gate
+from reference_impl.blockservice.store import Done, Store, Write
+from reference_impl.blockservice.wire import AcceptOrder, Copy, Known, SettleOrder
+from reference_impl.blockservice.writer import Writer
+from reference_impl.rules.blockgroups import (
+    Answer,
+    CancelMigrate,
+    EngineSays,
+    Evict,
+    Group,
+    GroupState,
+    Migration,
+    Pin,
+    Place,
+    PrepareGet,
+    Request,
+    StartMigrate,
+    Unpin,
+)
+from reference_impl.rules.events import EventKind, Scalar
+from reference_impl.rules.operations import Retention, canonical
+from reference_impl.rules.transfer_tokens import NONCE_CHARS, issue
+
+TENANT: Final = "default"
+"""Whose groups this deployment's engines publish: requests to them carry no tenant."""
+LOAN_MS: Final = 30_000
+"""What a transfer token is good for, unless the engine's terms say less."""
+T = TypeVar("T")
+Say = Callable[..., object]
+
+
+class CallerGone(Unavailable):
+    """Nobody waits for the answer any more, and nothing was done (KVC-IDEM-012)."""
+
+
+class Migrations(Protocol):
+    """What a node leaves to its migrator."""
+
+    def drive(self, tenant: str, operation_id: str) -> None:
+        """See a migration to its end: one that has just been started or cancelled."""
+        ...
+
+    async def accept(self, order: AcceptOrder) -> tuple[Copy, str]:
+        """Fetch a copy, or say how far it is."""
+        ...
+
+    async def settle(self, order: SettleOrder) -> Copy:
+        """Take in how a migration has ended."""
+        ...
+
+
+class BlockNode:
+    """Answers for one node (`server.Node`). `engine` and `migrations` are set before it is asked anything."""
+
+    engine: EngineLink
+    migrations: Migrations
+
+    def __init__(
+        self, name: str, writer: Writer, key: bytes, say: Say, *, now_ms: Callable[[], int], loan_ms: int = LOAN_MS,
+        retention: Retention | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.writer = writer
+        self.gate = Gate()
+        self._key, self.say, self._now_ms, self._loan_ms = key, say, now_ms, loan_ms
+        self._retention = retention or Retention()
+        self._running: dict[tuple[str, str], int] = {}
+        """Operations that are under way, by tenant and id."""
+        self._tasks: set[asyncio.Task[Done]] = set()
+
+    # Writes.
+
+    async def write(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done:
+        """Run an operation, or return what it came to before. Raises NoEngine, CallerGone, StoreError, QueueFull.
+
+        Once it is under way it goes on to its end, whether its caller waits or not: a retry finds its answer.
+        """
+        task = asyncio.create_task(self._run(tenant, operation_id, issued_ms, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    def _forget(self, task: asyncio.Task[Done]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may have
+
+    async def _run(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done:
+        key = (tenant, operation_id)
+        self._running[key] = self._running.get(key, 0) + 1
+        try:
+            async with self.gate.operation((tenant, request.block_group_id)):
+                done = await self._saved(tenant, operation_id, request)
+                if done is None:
+                    done = await self._new(tenant, operation_id, issued_ms, request)
+        finally:
+            self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
+        self._tell_what(tenant, operation_id, request, done)
+        return done
+
+    async def _saved(self, tenant: str, operation_id: str, request: Request) -> Done | None:
+        """Return what an operation was answered before, so that a retry asks nothing of the engine."""
+        record = await self.call(lambda store: store.look(tenant, operation_id))
+        if record is None or record.params != canonical(request):
+            return None
+        return Done(record.answer, True)
+
+    async def _new(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done:
+        says = await self._ask_first(tenant, request)
+        if remaining_s() == 0:
+            raise CallerGone("the caller's deadline is over, and nothing was done")
+        try:
+            done = await self.writer.run(
+                Write(tenant=tenant, operation_id=operation_id, issued_ms=issued_ms, request=request, engine=says)
+            )
+        except BaseException:
+            await self._undo(tenant, request, says)
+            raise
+        with contextlib.suppress(NoEngine):  # it will be told everything when it comes back
+            await self._tell_engine(tenant, request, says, done)
+        return done
+
+    async def _ask_first(self, tenant: str, request: Request) -> EngineSays:
+        """Ask the engine for what the decision needs of it."""
+        match request:
+            case Pin() if await self._is_here(tenant, request):
+                said = await self.ask(link.Hold(request.block_group_id, held=True))
+                return EngineSays(here=said.here)
+            case Evict() | StartMigrate() if await self._is_here(tenant, request):
+                said = await self.ask(link.Look(request.block_group_id))
+                return EngineSays(here=said.here, leased=said.in_use)
+            case PrepareGet():
+                group = await self._is_here(tenant, request)
+                return EngineSays() if group is None else await self._lend(group)
+            case _:
+                return EngineSays()
+
+    async def _is_here(self, tenant: str, request: Request) -> Group | None:
+        """Return a request's group if it is resident, at the request's epoch: only then the engine has a say."""
+        group = await self.call(lambda store: store.group(tenant, request.block_group_id))
+        if group is None or group.state is not GroupState.RESIDENT or group.epoch != request.epoch:
+            return None
+        return group
+
+    async def _lend(self, group: Group) -> EngineSays:
+        token = self.new_token(group)
+        said = await self.ask(link.Lend(group.block_group_id, token))
+        if not said.handoff:
+            return EngineSays(here=said.here)
+        return EngineSays(place=self.place(group, token, said.handoff))
+
+    def new_token(self, group: Group) -> str:
+        """Return a transfer token for a group, at its epoch."""
+        return issue(
+            self._key, block_group_id=group.block_group_id, epoch=group.epoch,
+            expires_ms=self._now_ms() + self._loan_ms, nonce=secrets.token_hex(NONCE_CHARS // 2),
+        )  # fmt: skip
+
+    def place(self, group: Group, token: str, handoff: str) -> Place:
+        """Return where a group can be read with a token."""
+        return Place(
+            node=self.name, handoff=handoff, size_bytes=group.size_bytes, checksum=group.checksum,
+            transfer_token=token, expires_ms=self._now_ms() + self._loan_ms,
+        )  # fmt: skip
+
+    async def _undo(self, tenant: str, request: Request, says: EngineSays) -> None:
+        """Give back what the engine did for a write that came to nothing."""
+        try:
+            if says.place is not None:
+                await self.ask(link.TakeBack(says.place.transfer_token))
+            if isinstance(request, Pin):
+                await self.hold(tenant, request.block_group_id)
+        except Exception:  # noqa: S110 # the write's own error is told; the engine is told all when it comes back
+            pass
+
+    async def _tell_engine(self, tenant: str, request: Request, says: EngineSays, done: Done) -> None:
+        answer = done.answer
+        match request:
+            case PrepareGet() if says.place is not None and (not answer.applied or answer.place != says.place):
+                await self.ask(link.TakeBack(says.place.transfer_token))
+            case Evict() if answer.applied:
+                await self.ask(link.Drop(request.block_group_id))
+            case Pin() if not answer.applied:
+                await self.hold(tenant, request.block_group_id)
+            case Unpin() if not answer.pins:
+                await self.hold(tenant, request.block_group_id)
+            case StartMigrate() if answer.applied and answer.migration is not None:
+                await self.hold(tenant, request.block_group_id)
+                self.migrations.drive(tenant, answer.migration.operation_id)
+            case CancelMigrate() if answer.applied:
+                await self.hold(tenant, request.block_group_id)
+                self.migrations.drive(tenant, request.migration_id)
+            case _:
+                pass
+
+    async def hold(self, tenant: str, block_group_id: str) -> None:
+        """Have the engine hold a group, or not, as the store says now. Raises NoEngine."""
+        group, pins = await self.call(
+            lambda store: (store.group(tenant, block_group_id), store.pins(tenant, block_group_id))
+        )
+        if group is None or group.state in (GroupState.EVICTED, GroupState.MOVED):
+            return
+        held = bool(pins) or group.state in (GroupState.MIGRATING_OUT, GroupState.MIGRATING_IN)
+        said = await self.ask(link.Hold(block_group_id, held))
+        if held and not said.here and group.state is not GroupState.MIGRATING_IN:
+            await self.call(lambda store: store.lost(tenant, [block_group_id]))
+
+    def _tell_what(self, tenant: str, operation_id: str, request: Request, done: Done) -> None:
+        answer = done.answer
+        kind = EventKind.OPERATION_APPLIED if answer.applied else EventKind.OPERATION_REFUSED
+        if done.replayed:
+            kind = EventKind.OPERATION_REPLAYED
+        detail: dict[str, Scalar] = {
+            "tenant": tenant, "method": type(request).__name__, "block_group_id": request.block_group_id,
+            "epoch": answer.epoch, "refusal": answer.refusal,
+        }  # fmt: skip
+        self.say(kind, operation_id, **detail)
+
+    # Reads.
+
+    async def metadata(self, tenant: str, block_group_id: str) -> tuple[Group, int] | None:
+        """Return a group and how many pin it, None if there is none."""
+
+        def read(store: Store) -> tuple[Group, int] | None:
+            group = store.group(tenant, block_group_id)
+            return None if group is None else (group, store.pins(tenant, block_group_id))
+
+        return await self.call(read)
+
+    async def groups(self, tenant: str, state: GroupState | None, limit: int, after: str) -> list[tuple[Group, int]]:
+        """Return groups in the order of their ids, each with how many pin it."""
+
+        def read(store: Store) -> list[tuple[Group, int]]:
+            found = store.groups(tenant, state=state, limit=limit, after=after)
+            return [(group, store.pins(tenant, group.block_group_id)) for group in found]
+
+        return await self.call(read)
+
+    async def migration(self, tenant: str, operation_id: str) -> Migration | None:
+        """Return how far a migration is, None if there is none of that id."""
+        return await self.call(lambda store: store.migration(tenant, operation_id))
+
+    async def operation(self, tenant: str, operation_id: str, issued_ms: int) -> tuple[Known, Answer | None]:
+        """Return what is known of an operation, and its answer if it is done (KVC-IDEM-019)."""
+        record = await self.call(lambda store: store.look(tenant, operation_id))
+        if record is not None:
+            return Known.DONE, record.answer
+        if (tenant, operation_id) in self._running:
+            return Known.IN_PROGRESS, None
+        if issued_ms <= self._now_ms() - self._retention.window_ms:
+            return Known.EXPIRED, None
+        return Known.UNKNOWN, None
+
+    # Other nodes.
+
+    async def accept(self, order: AcceptOrder) -> tuple[Copy, str]:
+        """Take a migration's copy in, or say how far that is. Raises as `write` does, and RateLimited."""
+        return await self.migrations.accept(order)
+
+    async def settle(self, order: SettleOrder) -> Copy:
+        """Hear how a migration ended. Raises Unavailable, StoreError, QueueFull."""
+        return await self.migrations.settle(order)
+
+    # The engine.
+
+    async def came(self, hello: link.Hello) -> None:
+        """Take up an engine, and tell it everything. Raises NoEngine."""
+        async with self.gate.alone():
+            new = await self.call(lambda store: store.new_engine(hello.incarnation))
+            if hello.groups:
+                await self.call(lambda store: store.publish(TENANT, hello.groups))
+            here = {group.block_group_id for group in hello.groups} | set(hello.known)
+            groups, loans = await self.call(lambda store: (store.wanted(), store.open_transfers()))
+            missing = [
+                (tenant, g.block_group_id) for tenant, g, _ in groups
+                if g.block_group_id not in here and g.state is not GroupState.MIGRATING_IN
+            ]  # fmt: skip
+            for tenant, name in missing:
+                await self.call(lambda store, tenant=tenant, name=name: store.lost(tenant, [name]))  # type: ignore[misc]
+            over = [token for token in loans if token not in hello.loans]
+            await self.call(lambda store: store.end_transfers(over))
+            gone = {name for _, name in missing}
+            known = [link.Known(g.block_group_id, held) for _, g, held in groups if g.block_group_id not in gone]
+            await self.ask(link.Sync(known, [token for token in loans if token in hello.loans]))
+            self.say(
+                EventKind.BLOCKS_LINKED, self.name, incarnation=hello.incarnation, new=new, groups=len(known),
+                lost=len(missing), loans=len(loans) - len(over),
+            )  # fmt: skip
+
+    async def said(self, message: link.Publish | link.Gone | link.Ended) -> None:
+        """Take in what the engine says by itself."""
+        match message:
+            case link.Publish():
+                await self._published(message.group)
+            case link.Gone():
+                for name in message.block_group_ids:
+                    async with self.gate.operation((TENANT, name)):
+                        await self.call(lambda store, name=name: store.lost(TENANT, [name]))  # type: ignore[misc]
+            case link.Ended():
+                await self.call(lambda store: store.end_transfers(message.loans))
+
+    async def _published(self, group: Group) -> None:
+        async with self.gate.operation((TENANT, group.block_group_id)):
+            await self.call(lambda store: store.publish(TENANT, [group]))
+            try:
+                await self.ask(link.Noted(group.block_group_id))
+            except NoEngine:
+                return
+
+    async def ask(self, question: link.Question) -> link.Said:
+        """Ask the engine. Raises NoEngine."""
+        return await self.engine.ask(question)
+
+    async def call(self, method: Callable[[Store], T]) -> T:
+        """Do something with the store, in order with the writes."""
+        return await self.writer.call(method)
+
+    async def close(self) -> None:
+        """Wait for the operations that are under way."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)

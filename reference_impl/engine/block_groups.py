@@ -1,0 +1,287 @@
+"""The engine's prefix cache as block groups: what its node's control plane can see of it, hold, lend, fetch and drop.
+
+A group is the full blocks of a prompt, named after the worker and the digest of its last block. It is here as long as
+every one of its digests is found in the pool; blocks that nobody holds may be used for something else at any moment,
+and are then told as gone. No clock, socket or thread in here; `engine.block_link` talks to the service.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from reference_impl.blockservice import link
+from reference_impl.content import BLOCK_BYTES, BLOCK_TOKENS
+from reference_impl.engine.connector import Connector
+from reference_impl.engine.core import EngineCore, Sequence
+from reference_impl.rules.blockgroups import Group
+from reference_impl.rules.blocks import OutOfBlocks
+from reference_impl.rules.handoff import BadHandOff, parse
+
+COPIES_MAX: Final = 4096
+"""Migrations whose outcome is remembered; an older one would be begun anew, and find everything here."""
+FRESH_MAX: Final = 64
+"""New groups that wait for their checksum; with more the newest are left out, and can be published another time."""
+
+
+@dataclass(slots=True)
+class _Here:
+    """A group that this engine knows."""
+
+    group: Group
+    digests: list[bytes]
+    held: list[int] = field(default_factory=list)
+    """Its blocks, with a reference of ours on each, while it is held."""
+    known: bool = False
+    """Whether the service has it: told, or fetched by its order."""
+
+
+@dataclass(slots=True)
+class Fresh:
+    """A group without a checksum: its blocks are held until it has one."""
+
+    block_group_id: str
+    digests: list[bytes]
+    blocks: list[int]
+    fetch: link.Fetch | None = None
+    """Of a copy: the checksum must be this one's."""
+
+
+class BlockGroups:
+    """The groups of one engine. `connector` is None where no KV moves: then nothing is lent or fetched."""
+
+    def __init__(
+        self, core: EngineCore, connector: Connector | None, *, worker_id: str, hosts: tuple[str, ...]
+    ) -> None:  # fmt: skip
+        self._core, self._pool, self._connector = core, core.pool, connector
+        self._worker_id, self._hosts = worker_id, hosts
+        self._groups: dict[str, _Here] = {}
+        self._sharing: Counter[bytes] = Counter()
+        """By digest: how many groups it is part of."""
+        self._loans: set[str] = set()
+        self._copies: dict[str, link.Copy] = {}
+        """By migration."""
+        self._fetching: dict[str, link.Fetch] = {}
+        self.fresh: deque[Fresh] = deque()
+        """Groups whose checksum is to be computed, outside of the event loop; then `checked`."""
+        self.left_out = 0
+
+    def noticed(self, sequence: Sequence) -> None:
+        """Take up the prompt of a sequence that has ended, if it is in the pool and is no group yet."""
+        digests = sequence.digests[: sequence.prompt_tokens // BLOCK_TOKENS]
+        if not digests:
+            return
+        name = f"{self._worker_id}.{digests[-1].hex()}"
+        if name in self._groups or any(fresh.block_group_id == name for fresh in self.fresh):
+            return
+        if self._pool.find(digests) is None:
+            return
+        if len(self.fresh) >= FRESH_MAX:
+            self.left_out += 1
+            return
+        self.fresh.append(Fresh(name, digests, self._pool.take_prefix(digests)))
+
+    def checked(self, fresh: Fresh, checksum: str) -> link.Publish | None:
+        """Take up a group whose checksum is known; return what is to be told, None of a copy."""
+        if fresh.fetch is not None:
+            self._copied(fresh, fresh.fetch, checksum)
+            return None
+        group = Group(
+            block_group_id=fresh.block_group_id, location=self._worker_id, checksum=checksum,
+            size_bytes=len(fresh.digests) * BLOCK_BYTES, token_end=len(fresh.digests) * BLOCK_TOKENS,
+        )  # fmt: skip
+        self._add(_Here(group, fresh.digests))
+        self._release(fresh.blocks)
+        return link.Publish(group)
+
+    def hello(self, incarnation: str) -> link.Hello:
+        """Return the introduction to a service."""
+        return link.Hello(
+            incarnation,
+            [here.group for here in self._groups.values() if not here.known],
+            [name for name, here in self._groups.items() if here.known],
+            sorted(self._loans),
+        )
+
+    def gone(self) -> list[str]:
+        """Return, and forget, groups whose last block has been used for something else: the last goes first."""
+        gone = [name for name, here in self._groups.items() if not here.held and not self._pool.find(here.digests[-1:])]
+        for name in gone:
+            self._remove(name)
+        return gone
+
+    def loans_ended(self) -> list[str]:
+        """Return, and forget, loans that have ended."""
+        if self._connector is None:
+            return []
+        ended, self._connector.loans_ended = self._connector.loans_ended, []
+        self._loans.difference_update(ended)
+        return ended
+
+    def take_fetched(self) -> None:
+        """Take in the fetches that have ended: those that came wait for their checksum."""
+        if self._connector is None:
+            return
+        fetched, self._connector.fetched = self._connector.fetched, []
+        for over in fetched:
+            fetch = self._fetching.pop(over.fetch_id, None)
+            if fetch is None:  # dropped meanwhile
+                self._release(over.blocks)
+            elif over.problem:
+                self._copies[fetch.migration] = link.Copy("FAILED", over.problem)
+            else:
+                self.fresh.appendleft(Fresh(fetch.group.block_group_id, fetch.digests, over.blocks, fetch))
+
+    def answer(self, question: link.Question, now_ns: int) -> dict[str, Any]:
+        """Do what a question says, and return the fields of its answer."""
+        fields: dict[str, Any] = {}
+        match question:
+            case link.Hold():
+                fields = {"here": self._hold(question.block_group_id, question.held)}
+            case link.Look():
+                fields = self._look(question.block_group_id)
+            case link.Lend():
+                fields = self._lend(question, now_ns)
+            case link.TakeBack():
+                self._take_back(question.token)
+            case link.Drop():
+                self._drop(question.block_group_id)
+            case link.Fetch():
+                fields = {"copy": self._fetch(question, now_ns)}
+            case link.Noted():
+                self._noted(question.block_group_id)
+            case link.Sync():
+                self._sync(question)
+        return fields
+
+    def _hold(self, name: str, held: bool) -> bool:
+        here = self._groups.get(name)
+        if here is None:
+            return False
+        if held and not here.held:
+            if self._pool.find(here.digests) is None:
+                self._remove(name)
+                return False
+            here.held = self._pool.take_prefix(here.digests)
+        elif not held and here.held:
+            self._release(here.held)
+            here.held = []
+        return True
+
+    def _look(self, name: str) -> dict[str, Any]:
+        here = self._groups.get(name)
+        blocks = self._pool.find(here.digests) if here else None
+        if here is None or blocks is None:
+            return {}
+        ours = bool(here.held)
+        in_use = any(self._pool.references(b) > ours + self._others_holding(d, here)
+                     for d, b in zip(here.digests, blocks, strict=True))  # fmt: skip
+        return {"here": True, "in_use": in_use}
+
+    def _others_holding(self, digest: bytes, here: _Here) -> int:
+        """Return how many other groups that are held share a block; most blocks are no other group's."""
+        if self._sharing[digest] <= 1:
+            return 0
+        return sum(bool(o.held) and o is not here and digest in o.digests for o in self._groups.values())
+
+    def _lend(self, lend: link.Lend, now_ns: int) -> dict[str, Any]:
+        here = self._groups.get(lend.block_group_id)
+        if self._connector is None or here is None or self._pool.find(here.digests) is None:
+            return {}
+        blocks = self._pool.take_prefix(here.digests)
+        try:
+            handoff = self._connector.lend(lend.token, lend.block_group_id, blocks, here.digests[-1], now_ns)
+        except ValueError as error:
+            self._release(blocks)
+            return {"here": True, "problem": str(error)}
+        self._loans.add(lend.token)
+        return {"here": True, "handoff": msgspec.json.encode(handoff.params()).decode(), "digests": here.digests}
+
+    def _noted(self, name: str) -> None:
+        here = self._groups.get(name)
+        if here is not None:
+            here.known = True
+
+    def _take_back(self, token: str) -> None:
+        if self._connector is not None:
+            self._connector.producer.abort(token)
+
+    def _drop(self, name: str) -> None:
+        for migration, fetch in list(self._fetching.items()):
+            if fetch.group.block_group_id == name:
+                del self._fetching[migration]
+        here = self._remove(name)
+        if here is not None:
+            self._pool.drop(d for d in here.digests if not self._sharing[d])
+
+    def _fetch(self, fetch: link.Fetch, now_ns: int) -> link.Copy:
+        """Begin a copy, or say how far it is; one that failed is begun anew."""
+        copy = self._copies.get(fetch.migration)
+        if copy is not None and copy.state != "FAILED":
+            return copy
+        self._copies[fetch.migration] = copy = self._begin(fetch, now_ns)
+        if len(self._copies) > COPIES_MAX:
+            del self._copies[next(iter(self._copies))]
+        return copy
+
+    def _begin(self, fetch: link.Fetch, now_ns: int) -> link.Copy:
+        if self._connector is None:
+            return link.Copy("FAILED", "this engine moves no KV")
+        try:
+            asked = parse(msgspec.json.decode(fetch.handoff), block_tokens=BLOCK_TOKENS, hosts=self._hosts)
+            if asked.load is None or len(asked.load.blocks) != len(fetch.digests):
+                return link.Copy("FAILED", "its hand-off names other blocks than its digests")
+            self._fetching[fetch.migration] = fetch
+            self._connector.fetch(fetch.migration, asked.load, fetch.digests, now_ns)
+        except (BadHandOff, OutOfBlocks, msgspec.DecodeError) as error:
+            self._fetching.pop(fetch.migration, None)
+            return link.Copy("FAILED", str(error))
+        return link.Copy("ARRIVING")
+
+    def _copied(self, fresh: Fresh, fetch: link.Fetch, checksum: str) -> None:
+        """Index a copy whose bytes are right, and hold it; give back one whose bytes are not."""
+        if checksum != fetch.group.checksum:
+            self._release(fresh.blocks)
+            reason = f"its bytes' checksum is {checksum}, not {fetch.group.checksum}"
+            self._copies[fetch.migration] = link.Copy("FAILED", reason)
+            return
+        for block, digest in zip(fresh.blocks, fresh.digests, strict=True):
+            self._pool.seal(block, digest)
+        held = self._pool.take_prefix(fresh.digests)
+        self._release(fresh.blocks)
+        self._remove(fresh.block_group_id)
+        self._add(_Here(fetch.group, fresh.digests, held, known=True))
+        self._copies[fetch.migration] = link.Copy("COPIED")
+
+    def _sync(self, sync: link.Sync) -> None:
+        """Keep what is to be so, and nothing else."""
+        wanted = {known.block_group_id: known.held for known in sync.groups}
+        for name in [n for n in self._groups if n not in wanted]:
+            self._drop(name)
+        for name, held in wanted.items():
+            if self._hold(name, held):
+                self._groups[name].known = True
+        for token in self._loans - set(sync.loans):
+            self._take_back(token)
+
+    def _add(self, here: _Here) -> None:
+        self._groups[here.group.block_group_id] = here
+        self._sharing.update(here.digests)
+
+    def _remove(self, name: str) -> _Here | None:
+        here = self._groups.pop(name, None)
+        if here is None:
+            return None
+        self._sharing.subtract(here.digests)
+        for digest in here.digests:
+            if not self._sharing[digest]:
+                del self._sharing[digest]
+        self._release(here.held)
+        here.held = []
+        return here
+
+    def _release(self, blocks: list[int]) -> None:
+        self._pool.release(reversed(blocks))
