@@ -14,7 +14,9 @@ from typing import Final
 
 from benchmarks.figures import read, show
 
-WHOLE_PROCESS: Final = ("failover", "lock", "memory_service", "load_client", "leases", "transfer", "reclaim")
+WHOLE_PROCESS: Final = (
+    "failover", "lock", "memory_service", "load_client", "leases", "transfer", "reclaim", "operations", "retry_storm",
+)  # fmt: skip
 LIMIT_S: Final = 1200.0
 
 

@@ -4,8 +4,8 @@
 
 Every commit is durable (WAL, synchronous=FULL), on one core, in a file beside FILE: name one on the disk that you mean,
 since a file system in memory syncs for nothing. *Bare* is what anybody would write by hand for the same: SELECT the
-operation, SELECT the group, UPDATE it, INSERT the operation with its answer, the trigger's INSERT of the effect, COMMIT;
-constant parameters, no rules, no retention. Bare and store take turns, so that both have the same noise.
+operation, SELECT the group, UPDATE it, INSERT the operation with its answer, the trigger's INSERT of the effect, and
+COMMIT; constant parameters, no rules, no retention. Bare and store take turns, so that both have the same noise.
 
 Prints a table and writes {name: {unit, median, min, max, p99, n}} as JSON; n is repeats, of latencies operations.
 Target: one at a time at least 60 % of bare; more with 64 callers, who share a sync. A replay writes nothing.
@@ -41,7 +41,8 @@ CREATE TABLE operations (
     tenant TEXT, operation_id TEXT, params BLOB, answer BLOB, issued_ms INTEGER, PRIMARY KEY (tenant, operation_id)
 ) WITHOUT ROWID;
 CREATE TABLE effects (
-    seq INTEGER PRIMARY KEY, at_ns INTEGER, tenant TEXT, block_group_id TEXT, operation_id TEXT, before TEXT, after TEXT);
+    seq INTEGER PRIMARY KEY, at_ns INTEGER, tenant TEXT, block_group_id TEXT, operation_id TEXT, before TEXT, after TEXT
+);
 CREATE TRIGGER effect AFTER UPDATE ON groups BEGIN
     INSERT INTO effects (at_ns, tenant, block_group_id, operation_id, before, after)
     VALUES (host_ns(), NEW.tenant, NEW.block_group_id, NEW.last_operation,
@@ -202,7 +203,7 @@ def measure(folder: Path, quick: bool) -> Figures:
 def main() -> None:
     """Measure, print, write."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--out", type=Path, required=True, help="where the JSON goes; the databases are made beside it")
+    options.add_argument("--out", type=Path, required=True, help="where the JSON goes, and databases meanwhile")
     options.add_argument("--quick", action="store_true", help="few repeats, to see that it runs")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(dir=given.out.parent) as folder:

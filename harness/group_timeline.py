@@ -183,9 +183,11 @@ class Replay:
 
     def final(self, row: FinalRow | None) -> Iterator[Breach]:
         """Yield what of a group's end its effects do not explain. `row`: how its node knew it at the end."""
-        where, group = self.timeline.where, self.timeline.groups[-1]
+        timeline = self.timeline
+        where, group = timeline.where, timeline.groups[-1]
         found = None if row is None else _of_final(row)
-        if found != group:
+        forgotten = not self._whole and not timeline.standing  # no change of the group itself is left
+        if found != group and not forgotten:
             yield Breach("KVC-IDEM-007", f"{where} is {_shown(found)} at the end; its effects lead to {_shown(group)}")
         pinned = sorted(
             key for (kind, key), e in self._last.items() if kind == "pin" and pin_state(e.after) is PinState.PINNED

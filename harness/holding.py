@@ -13,6 +13,7 @@ from harness.run_folder import RunFolder
 from reference_impl.rules.clock import s_to_ns
 from reference_impl.rules.events import Event, EventKind
 from reference_impl.rules.terms import KvTerms, LeaseDesign
+from reference_impl.rules.transfer_tokens import is_token
 
 EXPIRED = "expired"
 DIED = "died"
@@ -44,6 +45,11 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     def may_be_of(self, worker_id: str) -> bool:
         """Whether its reader may have been an engine of this worker: it was, or nobody was ever heard of."""
         return not self.heard_from or self.heard_from.startswith(f"{worker_id}-")
+
+    @property
+    def loan(self) -> bool:
+        """Whether it is a block group on loan: whoever asked for that may never come to read."""
+        return is_token(self.request_id)
 
     def live_at(self, t_ns: int) -> bool:
         """Whether it stood at a moment."""
@@ -209,11 +215,14 @@ def excuses(run: RunFolder) -> list[Excuse]:
 
 
 def freed_early(run: RunFolder) -> list[Held]:
-    """Return the prefills' leases that expired, and no fault explains it (KVC-LEASE-010, -013)."""
+    """Return the prefills' leases that expired, and no fault explains it (KVC-LEASE-010, -013).
+
+    A loan whose bearer was never heard of has no reader.
+    """
     came, faults = came_late(run), excuses(run)
     return [
         lease for lease in held(run)
-        if lease.how == EXPIRED and not lease.turn
+        if lease.how == EXPIRED and not lease.turn and not (lease.loan and not lease.heard_from)
         and not any(
             fault.explains(lease, came_late=(lease.engine_id, lease.request_id) in came) for fault in faults
         )
@@ -224,7 +233,10 @@ def reclaims(run: RunFolder) -> list[Reclaim]:
     """Return what each proved kill of a reader left at the holders (KVC-LEASE-009)."""
     proved = {e.subject for e in run.events_of(EventKind.FAULT_PROVED)}
     came, terms = came_late(run), terms_of(run)
-    leases = [lease for lease in held(run) if not lease.turn and (lease.engine_id, lease.request_id) not in came]
+    leases = [
+        lease for lease in held(run)
+        if not (lease.turn or lease.loan) and (lease.engine_id, lease.request_id) not in came
+    ]  # fmt: skip
     kills = [
         e for e in run.events_of(EventKind.FAULT_INJECTED)
         if e.subject in proved and e.detail.get("fault") == "kill" and reads(run, str(e.detail.get("worker_id", "")))

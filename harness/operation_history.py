@@ -14,18 +14,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 
 from harness.group_timeline import NS_PER_MS, Breach, Replay, Timeline, migration_status
-from harness.operation_rules import Case, World, breaches_of
+from harness.operation_case import Case, Place, World
+from harness.operation_rules import breaches_of
 from reference_impl.rules.blockgroups import GroupState, MigrationStatus
 from reference_impl.rules.operations import WINDOW_MS
 from workloads.operation_rows import OF_CLIENT, ControlRows, EffectRow, FinalRow, Invocation, RecordRow
 
-Place: TypeAlias = tuple[str, str, str]
-"""Node, tenant, and a group's or an operation's id."""
 AT_HOME: Final = (GroupState.RESIDENT, GroupState.MIGRATING_OUT)
 MOVING: Final = (GroupState.MIGRATING_OUT, GroupState.MIGRATING_IN)
 
@@ -67,6 +66,11 @@ def judge_history(rows: ControlRows, *, window_ms: int = WINDOW_MS) -> HistoryVe
     breaches += [breach for replay in replays.values() for breach in replay.breaches]
     breaches += _ends(rows.groups, replays, whole=world.whole)
     return HistoryVerdict(breaches=breaches, counts=_counts(rows.invocations, cases))
+
+
+def counts_of(rows: ControlRows) -> Counts:
+    """Return what a history came to, without judging it."""
+    return _counts(rows.invocations, _cases(rows))
 
 
 def judge_owners(groups: Sequence[FinalRow]) -> list[Breach]:
@@ -122,11 +126,11 @@ def _replayed(rows: ControlRows, window_ms: int) -> tuple[World, dict[Place, Rep
         if e.kind == "migration" and migration_status(e.after) is MigrationStatus.CANCELLED:
             place = (e.node, e.tenant, e.key)
             cancelled[place] = min(e.at_ns, cancelled.get(place, e.at_ns))
-    tenants: dict[tuple[str, str], set[str]] = defaultdict(set)
+    kept: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for record in rows.records:
-        tenants[record.node, record.operation_id].add(record.tenant)
+        kept[record.node, record.operation_id][record.tenant] = record.answer
     world = World(
-        timelines=timelines, cancelled=cancelled, tenants=dict(tenants), window_ms=window_ms, old_ns=old_ns,
+        timelines=timelines, cancelled=cancelled, kept=dict(kept), window_ms=window_ms, old_ns=old_ns,
         whole=whole,
     )  # fmt: skip
     return world, replays

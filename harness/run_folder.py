@@ -10,7 +10,7 @@ import functools
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +22,9 @@ from reference_impl.event_log import EventLog
 from reference_impl.rules.events import Event, EventKind, Scalar
 from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, columns_of
 from workloads.rows import RequestRecord
+
+if TYPE_CHECKING:
+    from workloads.retry_storm import StormResult
 
 T = TypeVar("T")
 Row = TypeVar("Row", bound=msgspec.Struct)
@@ -301,6 +304,15 @@ class RunFolder:
             invocations=self._rows("operations.parquet", Invocation), effects=self._rows("effects.parquet", EffectRow),
             records=self._rows("records.parquet", RecordRow), groups=self._rows("groups.parquet", FinalRow),
         )  # fmt: skip
+
+    @functools.cached_property
+    def storm(self) -> list[StormResult]:
+        """The retry storms that were run behind it, with the retry budget and without; empty where there were none."""
+        if not (self.path / "storm.json").is_file():
+            return []
+        from workloads.retry_storm import StormResult  # brings gRPC along, which no other reader of a folder needs
+
+        return self._decode("storm.json", list[StormResult])
 
     @property
     def verdicts(self) -> list[CheckResult]:

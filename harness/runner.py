@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import psutil
 
+from faults.fail_point import FailPoint, Order
 from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from faults.router_hold import RouterHold
 from harness import content, machine
+from harness.control_load import ControlLoad, gathered
 from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
 from harness.holding import held
 from harness.load import LocustLoad
@@ -35,6 +37,7 @@ from reference_impl.realclock import now_ns, wall_ns
 from reference_impl.rules.clock import NS_PER_S, s_to_ns
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.terms import KvTerms, LeaseDesign
+from workloads.retry_storm import storm
 from workloads.rows import RequestRecord, read_records
 
 TARGET_LIMIT_S: Final = 10.0
@@ -43,6 +46,8 @@ AUDIT_S: Final = 1.5
 FULL_BYTES: Final = 64 * 1024
 TICK_S: Final = 0.25
 LOOK_S: Final = 0.05
+POINT_LIMIT_S: Final = 15.0
+"""In which something must pass an armed fail point."""
 LEASE_LOOK_S: Final = 0.5
 LEASE_SPARE_S: Final = 5.0
 
@@ -181,7 +186,24 @@ async def _execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
     progress.say(f"checking the content of {len(records)} answers")
     verdicts = await asyncio.to_thread(content.judge, records, target.announcement.weights)
     phases = _phases_of(writer, records)
-    return writer.finish(zip(records, phases, verdicts, strict=True))
+    rows = zip(records, phases, verdicts, strict=True)
+    if plan.scenario.control is None:
+        return writer.finish(rows)
+    progress.say("gathering what the block services keep")
+    history = await asyncio.to_thread(gathered, writer, plan.scenario.worker_ids)
+    await _storms(plan.scenario.control.storm_s, plan.seed, writer, progress)
+    return writer.finish(rows, history)
+
+
+async def _storms(seconds: float, seed: int, writer: RunWriter, progress: RunProgress) -> None:
+    """Have a retry storm with the retry budget, and one without, where the scenario wants them."""
+    if not seconds:
+        return
+    results = []
+    for budget in (True, False):
+        progress.say(f"retry storm of {seconds:g} s {'with' if budget else 'without'} the retry budget")
+        results.append(await storm(budget=budget, seconds=seconds, seed=seed))
+    (writer.path / "storm.json").write_bytes(msgspec.json.encode(results))
 
 
 async def _cancelled(*tasks: asyncio.Task[object]) -> None:
@@ -210,28 +232,44 @@ class _Run:
         )  # fmt: skip
         phases: asyncio.Task[None] | None = None
         loading: asyncio.Task[None] | None = None
+        operating: asyncio.Task[None] | None = None
+        operations = self._operations()
         sampling = asyncio.create_task(Sampler(self._target, self._writer).run())
         try:
             origin_ns = await load.start(self._target.url, self._target.announcement.model, self._writer)
             loading = asyncio.create_task(load.wait(self._writer))
+            if operations is not None:
+                await operations.start(origin_ns, self._writer)
+                operating = asyncio.create_task(operations.wait(self._writer))
             self._progress.say("locust is starting")
             await _until(origin_ns)
             self._progress.total(plan.real_s(scenario.load_s) + drain_s)
             phases = asyncio.create_task(self._phases(origin_ns))
-            await asyncio.wait({phases, loading}, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
-                loading.result()  # raises if it failed; else the last answer came before the last phase was over
-            await phases
+            driving = {task for task in (loading, operating) if task is not None}
+            await _all_or_a_failure(phases, driving)
             async with self._phase(DRAIN):
                 self._progress.say("drain: waiting for the last answers")
                 await loading
+                if operating is not None:
+                    await operating
             async with self._phase("converge"):
                 await self._converge()
             async with self._phase("audit"):
                 await asyncio.sleep(AUDIT_S)
         finally:
             await asyncio.shield(load.stop())
-            await _cancelled(sampling, *self._healing, *(t for t in (phases, loading) if t is not None))
+            if operations is not None:
+                await asyncio.shield(operations.stop())
+            await _cancelled(sampling, *self._healing, *(t for t in (phases, loading, operating) if t is not None))
+
+    def _operations(self) -> ControlLoad | None:
+        plan = self._plan
+        if plan.scenario.control is None:
+            return None
+        return ControlLoad(
+            plan.scenario.control, self._target.announcement.blocks, self._target.token,
+            seconds=plan.real_s(plan.scenario.load_s), seed=plan.seed,
+        )  # fmt: skip
 
     async def _phases(self, origin_ns: int) -> None:
         at_ns = origin_ns
@@ -279,22 +317,36 @@ class _Run:
             seconds = self._plan.real_s(spec.seconds)
             told |= {"target": "router", "seconds": seconds, "requests": spec.requests}
             return RouterHold(self._target.url, self._target.token, seconds=seconds, requests=spec.requests)
-        victim = await self._victim(spec)
+        look = self._target.active_engine if spec.kind is FaultKind.KILL else self._target.block_service
+        victim = await self._victim(look, spec.worker)
         if victim is None:
-            raise FaultMissed(f"no engine of {spec.worker} was active within {TARGET_LIMIT_S:g} s")
+            what = "engine" if spec.kind is FaultKind.KILL else "block service"
+            raise FaultMissed(f"no {what} of {spec.worker} was active within {TARGET_LIMIT_S:g} s")
         told |= {"target": victim.name, "pid": victim.pid}
+        if spec.kind is FaultKind.FAIL_POINT:
+            return self._fail_point(spec, victim, told)
 
         def successor() -> str | None:
-            found = self._target.active_engine(spec.worker)
-            return found.name if found is not None and found.name != victim.name else None
+            found = look(spec.worker)
+            return found.name if found is not None and found.pid != victim.pid else None
 
         return Kill(victim, successor)
 
-    async def _victim(self, spec: FaultSpec) -> ProcessRef | None:
+    def _fail_point(self, spec: FaultSpec, victim: ProcessRef, told: dict[str, Scalar]) -> FailPoint:
+        assert spec.point is not None
+        assert spec.action is not None
+        order = Order(point=spec.point, action=spec.action, times=max(1, spec.requests), seconds=spec.seconds)
+        told |= {"point": spec.point, "action": spec.action, "requests": order.times, "seconds": spec.seconds}
+        return FailPoint(
+            victim, self._target.announcement.blocks[spec.worker], self._target.token.encode(), order,
+            events=self._writer.parts / f"events-{spec.worker}-blocks.jsonl", within_s=POINT_LIMIT_S,
+        )  # fmt: skip
+
+    async def _victim(self, look: Callable[[str], ProcessRef | None], worker_id: str) -> ProcessRef | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TARGET_LIMIT_S):
                 while True:
-                    if (found := self._target.active_engine(spec.worker)) is not None:
+                    if (found := look(worker_id)) is not None:
                         return found
                     await asyncio.sleep(LOOK_S)
         return None
@@ -348,6 +400,17 @@ class _Run:
             for worker in self._target.announcement.workers
             for state, count in wanted.items()
         )
+
+
+async def _all_or_a_failure(phases: asyncio.Task[None], driving: set[asyncio.Task[None]]) -> None:
+    """Wait for the phases; raise at once what ends one of the loads. One that has come to its end before is well."""
+    left = set(driving)
+    while not phases.done():
+        done, _ = await asyncio.wait({phases, *left}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & left:
+            task.result()
+        left -= done
+    phases.result()
 
 
 async def _until(moment_ns: int) -> None:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.run_folder import RunWriter
 from harness.targets.reference import ReferenceTarget
+from reference_impl.blockservice.peers import read_address
 from reference_impl.engine.process import pss_bytes
 from reference_impl.realclock import now_ns
 
@@ -38,7 +39,8 @@ class Sampler:
 
     `memory_weights_bytes`, `memory_kv_bytes` (node: the device): physical memory, as the kernel counts the memory
     service's memfds; of an engine with memory of its own, what it says it has mapped. `engine_pss_bytes`,
-    `open_descriptors` (node: `worker/process`). `vllm:*`, `pdproof:*` (node: `worker/engine`).
+    `open_descriptors` (node: `worker/process`). `vllm:*`, `pdproof:*` (node: `worker/engine`). The RPC document's
+    names (node: `worker/blocks`), with a method or a bucket behind the name where the metric has one.
     """
 
     def __init__(self, target: ReferenceTarget, writer: RunWriter) -> None:
@@ -67,11 +69,12 @@ class Sampler:
                 self._say(node, "open_descriptors", count_descriptors(process.pid))
                 if process.role == "engine":
                     self._say(node, "engine_pss_bytes", pss_bytes(str(process.pid)))
-                else:
+                elif process.role == "memory-service":
                     devices.update({(worker, tag): n for tag, n in memfd_bytes(process.pid).items()})
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         await self._engines(session, devices)
+        await asyncio.gather(*(self._blocks(session, worker) for worker, p in processes if p.role == "block-service"))
         for (worker, gauge), value in devices.items():
             self._say(worker, gauge, value)
 
@@ -95,6 +98,21 @@ class Sampler:
                     own[_OWN_MEMORY[sample.name]] = int(sample.value)
         for gauge, value in own.items():
             devices[worker, gauge] = devices[worker, gauge] or value
+
+    async def _blocks(self, session: aiohttp.ClientSession, worker: str) -> None:
+        """Scrape a block service: every metric under its name, and its method behind it if it is a method's."""
+        address = read_address(Path(self._target.announcement.run_dir), worker)
+        if address is None:
+            return
+        url = f"http://{address.host}:{address.metrics_port}/metrics"
+        try:
+            async with session.get(url) as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return  # it is away; the events tell why
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._say(f"{worker}/blocks", " ".join([sample.name, *sample.labels.values()]), sample.value)
 
     def _say(self, node: str, name: str, value: float) -> None:
         self._writer.metric(self._round_ns, node, name, value)

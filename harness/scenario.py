@@ -9,6 +9,7 @@ import msgspec
 
 from harness.errors import BadInput
 from reference_impl import named_toml
+from reference_impl.blockservice.failpoints import Action, Order, Point
 from reference_impl.rules.terms import KvTerms, LeaseDesign, LoadPolicy
 
 PACKAGE: Final = "harness.scenarios"
@@ -72,6 +73,10 @@ class FaultKind(enum.StrEnum):
     """SIGKILL of the worker's active engine."""
     ROUTER_HOLD = "router_hold"
     """The router keeps hand-offs to itself for a while."""
+    BLOCKS_KILL = "blocks_kill"
+    """SIGKILL of the worker's block service."""
+    FAIL_POINT = "fail_point"
+    """The worker's block service fails at a named place."""
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,18 +87,35 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
     """router_hold: how long each hand-off is kept, at full scale."""
     requests: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
-    """router_hold: how many hand-offs are kept."""
+    """router_hold: how many hand-offs are kept. fail_point: how many requests are struck (0: one)."""
+    point: Point | None = None
+    """fail_point: where."""
+    action: Action | None = None
+    """fail_point: what happens there; `seconds` of a delay are not scaled."""
 
     def __post_init__(self) -> None:
         """Refuse a fault that would do nothing."""
-        if self.kind is FaultKind.KILL and not self.worker:
-            raise ValueError("a kill needs the worker whose active engine it strikes")
-        if self.kind is FaultKind.KILL and (self.seconds or self.requests):
-            raise ValueError("seconds and requests are of a router_hold, and this is a kill")
+        kill = self.kind in (FaultKind.KILL, FaultKind.BLOCKS_KILL)
+        if kill and not self.worker:
+            raise ValueError(f"a {self.kind} needs the worker whose process it strikes")
+        if kill and (self.seconds or self.requests):
+            raise ValueError(f"seconds and requests are of a router_hold, and this is a {self.kind}")
+        if self.kind is FaultKind.FAIL_POINT:
+            self._check_point()
+        elif self.point is not None or self.action is not None:
+            raise ValueError(f"point and action are of a fail_point, and this is a {self.kind}")
         if self.kind is FaultKind.ROUTER_HOLD and self.worker:
             raise ValueError("a router_hold strikes no worker")
         if self.kind is FaultKind.ROUTER_HOLD and not (self.seconds and self.requests):
             raise ValueError("a router_hold needs seconds and requests above 0")
+
+    def _check_point(self) -> None:
+        if not self.worker or self.point is None or self.action is None:
+            raise ValueError("a fail_point needs worker, point and action")
+        order = Order(point=self.point, action=self.action, times=max(1, self.requests), seconds=self.seconds)
+        field, problem = order.problem()
+        if field:
+            raise ValueError(f"{field}: {problem}")
 
 
 _Ranks = Literal[1, 2, 4, 8]
@@ -156,7 +178,9 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replayed_min: Annotated[int, msgspec.Meta(ge=0)] = 5
     """Answers that had been given before."""
     crashes_min: Annotated[int, msgspec.Meta(ge=0)] = 5
-    """Faults that were injected and proved."""
+    """Faults that ended a process, injected and proved."""
+    storm_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    """Behind the run, a retry storm of so many seconds with the retry budget, and one without; 0: none."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +232,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _check_fault(self, phase: str, fault: FaultSpec) -> None:
         if fault.kind is FaultKind.KILL and fault.worker not in self.worker_ids:
             raise ValueError(f"phase {phase}: no worker {fault.worker}; there are {', '.join(self.worker_ids)}")
+        if fault.kind in (FaultKind.BLOCKS_KILL, FaultKind.FAIL_POINT):
+            if self.control is None:
+                raise ValueError(f"phase {phase}: {fault.kind} needs [control]: without it there are no block services")
+            if fault.worker not in self.worker_ids:
+                raise ValueError(f"phase {phase}: no worker {fault.worker}; there are {', '.join(self.worker_ids)}")
         if fault.kind is FaultKind.ROUTER_HOLD and self.kv is None:
             raise ValueError(f"phase {phase}: router_hold needs [kv]: without it there are no hand-offs")
 

@@ -34,11 +34,11 @@ from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.worker import WorkerConfig, WorkerStatus, blocks_socket, read_status, status_path
 from reference_impl.oracle import Weights
 from reference_impl.processes import end_child, last_line
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.lifecycle import EngineState
 from reference_impl.rules.routing import Role
 from reference_impl.rules.terms import KvTerms
+from reference_impl.secret import TOKEN_VARIABLE
 from reference_impl.time_namespace import EXIT_CODE as NO_SUCH_CLOCK
 from reference_impl.time_namespace import available, can_shift, uptime_s
 

@@ -12,6 +12,8 @@ from typing import Final, TypeVar, get_type_hints
 
 import msgspec
 
+from reference_impl.blockservice.store import Store
+
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 OF_CLIENT: Final = "client"
@@ -116,6 +118,32 @@ class ControlRows(msgspec.Struct, frozen=True, kw_only=True):
     effects: list[EffectRow] = []
     records: list[RecordRow] = []
     groups: list[FinalRow] = []
+
+
+def rows_of_store(node: str, store: Store) -> ControlRows:
+    """Return what a node's store holds of a history: everything but its invocations. Raises StoreError."""
+    return ControlRows(
+        effects=[EffectRow(node=node, **msgspec.structs.asdict(effect)) for effect in store.effects()],
+        records=[RecordRow(node=node, **msgspec.structs.asdict(kept)) for kept in store.records()],
+        groups=[
+            FinalRow(
+                node=node, tenant=standing.tenant, pins=msgspec.json.encode(standing.pins).decode(),
+                **msgspec.structs.asdict(standing.group),
+            )
+            for standing in store.finals()
+        ],
+    )  # fmt: skip
+
+
+def joined(parts: Iterable[ControlRows]) -> ControlRows:
+    """Return one history of several parts: what clients saw, and what each node holds."""
+    whole = ControlRows()
+    for part in parts:
+        whole.invocations.extend(part.invocations)
+        whole.effects.extend(part.effects)
+        whole.records.extend(part.records)
+        whole.groups.extend(part.groups)
+    return whole
 
 
 def columns_of(kind: type[msgspec.Struct]) -> dict[str, str]:

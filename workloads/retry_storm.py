@@ -24,24 +24,25 @@ import msgspec
 from reference_impl.blockservice import blocks_pb2 as pb
 from reference_impl.blockservice.client import BlockClient, BreakerLimits, Credentials
 from reference_impl.realclock import now_ns
-from reference_impl.rules.clock import NS_PER_MS, NS_PER_S
+from reference_impl.rules.clock import NS_PER_MS, NS_PER_S, s_to_ns
 from reference_impl.rules.retries import RetryBudget, RetryPolicy
 from workloads.chance import generator
 
 BIN_MS: Final = 100
-LOAD: Final = 0.75
+LOAD: Final = 0.7
 FEW: Final = 0.3
-PHASES: Final = ((0.10, FEW, True), (0.25, LOAD, True), (0.55, LOAD, False), (0.90, LOAD, True), (1.0, FEW, True))
+PHASES: Final = ((0.08, FEW, True), (0.20, LOAD, True), (0.60, LOAD, False), (0.94, LOAD, True), (1.0, FEW, True))
 """Until which share of the time, at which share of the capacity, and whether the server works."""
-WORKERS: Final = 8
+WORKERS: Final = 5
 WORK_S: Final = 0.02
 CAPACITY_PER_S: Final = WORKERS / WORK_S
-QUEUE_MAX: Final = 160
-"""0.4 s of work: longer than an attempt waits, so a full queue answers nobody in time."""
+QUEUE_MAX: Final = 80
+"""0.32 s of work: longer than an attempt waits, so a full queue answers nobody in time."""
 CALL_TIMEOUT_S: Final = 1.2
 POLICY: Final = RetryPolicy(attempt_timeout_s=0.2)
 TOKENS_MAX: Final = 4.0
 """A client makes only some calls in an outage of seconds, so its budget is small: one retry, then one in ten."""
+STOP_S: Final = 1.0
 NEVER_OPEN: Final = BreakerLimits(failures=1 << 30)
 _RESERVE: Final = "/pdproof.blocks.v1.BlockGroups/Reserve"
 
@@ -61,7 +62,7 @@ class StormRow(msgspec.Struct, frozen=True):
     t_ms: int
     calls_started: int
     attempts_arrived: int
-    """At the server."""
+    """At the server, in time or not."""
     succeeded: int
     failed: int
     unknown: int
@@ -92,7 +93,7 @@ class StormResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goodput_after(self) -> float:
         """Share of the calls after the outage that succeeded, as long as the load was high."""
-        window = self.outage_to_ms, 0.9 * self.seconds * 1e3
+        window = self.outage_to_ms, PHASES[3][0] * self.seconds * 1e3
         calls = self.total("calls_started", *window)
         return self.total("succeeded", *window) / calls if calls else 0.0
 
@@ -113,51 +114,67 @@ class StormResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowServer(grpc.GenericRpcHandler):
-    """Does `WORKERS` attempts at a time, `WORK_S` each, in order; what finds the queue full is never answered."""
+    """Does `WORKERS` attempts at a time, `WORK_S` each, in order; what finds the queue full is never answered.
+
+    A worker that wakes up late works on the next attempt for so much less: a busy machine does not lower the capacity.
+    """
 
     def __init__(self, arrived: Callable[[], None]) -> None:
-        self.works = asyncio.Event()
         self._arrived = arrived
-        self._queue: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue(QUEUE_MAX)
+        self._works = asyncio.Event()
+        self._resumed_ns = 0
+        self._queue: asyncio.Queue[tuple[int, asyncio.Future[None]]] = asyncio.Queue(QUEUE_MAX)
         self._workers: list[asyncio.Task[None]] = []
         self._server = grpc.aio.server(handlers=(self,))
         self.port = self._server.add_insecure_port("127.0.0.1:0")
 
     async def start(self) -> None:
         """Listen and work."""
-        self.works.set()
+        self.resume()
         self._workers = [asyncio.create_task(self._work()) for _ in range(WORKERS)]
         await self._server.start()
+
+    def stand_still(self) -> None:
+        """Work on nothing more: the outage."""
+        self._works.clear()
+
+    def resume(self) -> None:
+        """Work again."""
+        if not self._works.is_set():
+            self._resumed_ns = now_ns()
+            self._works.set()
 
     async def stop(self) -> None:
         """Drop everything."""
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
-        await self._server.stop(None)
+        await self._server.stop(STOP_S)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return the one method that there is (gRPC's protocol)."""
         if handler_call_details.method != _RESERVE:
             return None
+        self._arrived()
         return grpc.unary_unary_rpc_method_handler(
             self._reserve, request_deserializer=pb.ReserveRequest.FromString,
             response_serializer=pb.Answer.SerializeToString,
         )  # fmt: skip
 
-    async def _reserve(self, _request: pb.ReserveRequest, _context: grpc.aio.ServicerContext) -> pb.Answer:
-        self._arrived()
+    async def _reserve(self, _request: pb.ReserveRequest, _context: grpc.aio.ServicerContext[Any, Any]) -> pb.Answer:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._queue.full():
-            self._queue.put_nowait(done)
+            self._queue.put_nowait((now_ns(), done))
         await done  # gRPC cancels this when the attempt's deadline is over; the work stays in the queue
         return pb.Answer(disposition=pb.APPLIED)
 
     async def _work(self) -> None:
+        free_ns = 0
         while True:
-            done = await self._queue.get()
-            await self.works.wait()
-            await asyncio.sleep(WORK_S)
+            arrived_ns, done = await self._queue.get()
+            await self._works.wait()
+            free_ns = max(free_ns, arrived_ns, self._resumed_ns) + s_to_ns(WORK_S)
+            await asyncio.sleep(max(0, free_ns - now_ns()) / NS_PER_S)
             if not done.done():
                 done.set_result(None)
 
@@ -251,7 +268,7 @@ async def _arrivals(run: _Storm, server: SlowServer, seconds: float, seed: int) 
     at_s = 0.0
     for until, load, works in PHASES:
         at_s = max(at_s, run.t_ms / 1e3)
-        (server.works.set if works else server.works.clear)()
+        (server.resume if works else server.stand_still)()
         while at_s < until * seconds:
             left_s = at_s - (now_ns() - run.began_ns) / NS_PER_S
             if left_s > 0:

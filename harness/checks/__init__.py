@@ -16,6 +16,7 @@ from harness.checks.leases import (
     leases_are_kept,
 )
 from harness.checks.load import load_is_sufficient
+from harness.checks.operations import groups_have_one_owner, operations_are_enough, operations_happen_once
 from harness.checks.recovery import every_kill_recovers
 from harness.checks.redundancy import redundancy_is_restored
 from harness.checks.resources import nothing_is_left, resources_return
@@ -38,6 +39,9 @@ CHECKS: Final[dict[str, Check]] = {
     "reclaim": dead_readers_blocks_return,
     "turns": turns_are_judged_rightly,
     "all-free": everything_is_free_at_the_end,
+    "operations": operations_happen_once,
+    "operations-load": operations_are_enough,
+    "one-owner": groups_have_one_owner,
     "one-awake": at_most_one_awake,
     "redundancy": redundancy_is_restored,
     "resources": resources_return,
@@ -47,12 +51,14 @@ CHECKS: Final[dict[str, Check]] = {
 OF_KILLS: Final = {"recovery", "one-awake", "redundancy"}
 OF_MOVING_KV: Final = {"kv-loaded", "leases-kept", "reclaim", "turns", "all-free"}
 """Checks that only a scenario with kills, and only one in which KV moves between engines, can answer."""
+OF_CONTROL: Final = {"operations", "operations-load", "one-owner"}
+"""Checks that only a scenario with a control plane of block groups can answer."""
 
 
 def applicable(run: RunFolder) -> dict[str, Check]:
     """Return the checks that this run can answer: the others have no subject in it."""
-    terms = terms_of(run)
-    faults = [phase.fault for phase in scenario_of(run).phases if phase.fault is not None]
+    terms, scenario = terms_of(run), scenario_of(run)
+    faults = [phase.fault for phase in scenario.phases if phase.fault is not None]
     killed = [fault.worker for fault in faults if fault.kind is FaultKind.KILL]
     if terms is None:
         left_out = OF_MOVING_KV
@@ -60,6 +66,7 @@ def applicable(run: RunFolder) -> dict[str, Check]:
         left_out = {"redundancy"} | (set() if killed else OF_KILLS)
         left_out |= set() if any(reads(run, worker_id) for worker_id in killed) else {"reclaim"}
         left_out |= set() if terms.bidirectional_kv_xfer else {"turns"}
+    left_out = left_out | (set() if scenario.control is not None else OF_CONTROL)
     return {name: check for name, check in CHECKS.items() if name not in left_out}
 
 

@@ -21,9 +21,9 @@ from harness.scenario import Arm, Scenario
 from reference_impl.deployment import ERROR_PREFIX, PROGRESS_PREFIX, Announcement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.processes import end_child
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.lifecycle import EngineState
 from reference_impl.rules.terms import KvTerms
+from reference_impl.secret import TOKEN_VARIABLE
 
 START_LIMIT_S: Final = 900.0
 STOP_LIMIT_S: Final = 20.0
@@ -47,6 +47,7 @@ class ReferenceTarget:
             "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
             "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
             "--end-with-stdin", *_workers(scenario, terms),
+            *(["--blocks", "--fail-points"] if scenario.control else []),
         ]  # fmt: skip
         self._run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
         self._arguments += ["--run-dir", str(self._run_dir)]
@@ -126,6 +127,13 @@ class ReferenceTarget:
     def parked_engine(self, worker_id: str) -> ProcessRef | None:
         """Return the shadow of this worker, None if none is parked."""
         return self._engine(worker_id, EngineState.STANDBY)
+
+    def block_service(self, worker_id: str) -> ProcessRef | None:
+        """Return the block service of this worker, None while none serves."""
+        for worker, p in self.processes():
+            if (worker, p.role) == (worker_id, "block-service"):
+                return ProcessRef(name=p.name, role=p.role, worker_id=worker, pid=p.pid, start_ticks=p.start_ticks)
+        return None
 
     def _engine(self, worker_id: str, state: EngineState) -> ProcessRef | None:
         for worker, p in self.processes():

@@ -50,6 +50,8 @@ TIMEOUT_MAX_S: Final = 3600.0
 POLICY: Final = RetryPolicy()
 BREAKER: Final = BreakerLimits()
 CANCELLED: Final = "CANCELLED"
+ALMOST_NS: Final = 10 * NS_PER_MS
+"""A server may end an attempt that much before its deadline because of it: lengths travel in whole milliseconds."""
 
 
 class _Call:
@@ -109,19 +111,19 @@ class BlockClient:
         self._sleep = sleep
         self._log = log
         self._metrics = metrics
-        self._watched = Watched(target, credentials.tenant, self.stats, self.pool, self.breaker)
         self._ids = secrets.token_hex(4)
         self._made = 0
         self._closed = False
+        self._watched: Watched | None = None
         if metrics is not None:
-            metrics.add(self._watched)
+            self._watched = metrics.add(target, credentials.tenant, self.stats, self.pool, self.breaker)
 
     async def close(self) -> None:
         """Close the connections. Calls under way end as unknown."""
         if self._closed:
             return
         self._closed = True
-        if self._metrics is not None:
+        if self._metrics is not None and self._watched is not None:
             self._metrics.remove(self._watched)
         await self.pool.close()
 
@@ -163,7 +165,10 @@ class BlockClient:
         return timeout_s if upstream_s is None else min(timeout_s, upstream_s)
 
     def _attempt_limit_s(self, call: _Call) -> float:
-        """Return how long an attempt may take. On the wire it may be 3 % more: gRPC repeats a length that it has sent."""
+        """Return how long an attempt may take.
+
+        The server may be told of up to 3 % more: gRPC repeats a length that it has sent before. Ours ends it then.
+        """
         return min(self.policy.attempt_timeout_s, call.left_s)
 
     @staticmethod
@@ -188,15 +193,17 @@ class BlockClient:
         limit_s = self._attempt_limit_s(call)
         if limit_s <= 0:
             raise NotSent(grpc.StatusCode.DEADLINE_EXCEEDED.name, f"no time was left of {call.limit_s:.3f} s")
+        end_ns = now_ns() + s_to_ns(limit_s) - ALMOST_NS
         call.attempts += 1
         self.stats.retries += call.attempts > 1
         who = self._who
         metadata = proof.metadata(who.tenant, who.credential, request_id=call.request_id, attempt=call.attempts)
         try:
             reply = await connection.stub(call.method)(call.request, timeout=limit_s, metadata=Metadata(*metadata))
-        except AioRpcError as error:
+        except AioRpcError as given:
+            error = _too_late(given) if given.code() is grpc.StatusCode.CANCELLED and now_ns() >= end_ns else given
             self._failed(call, error)
-            raise
+            raise error from None
         except asyncio.CancelledError:
             if not self._closed or _asked_to_stop():
                 raise
@@ -339,6 +346,13 @@ def _pin(block_group_id: str, epoch: int, request_id: str, operation: pb.Operati
 def _asked_to_stop() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _too_late(error: AioRpcError) -> AioRpcError:
+    """Return what a server's CANCELLED means when the time was over: its timer was a moment earlier than ours."""
+    return AioRpcError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, Metadata(), error.trailing_metadata(), details="cancelled at its deadline"
+    )
 
 
 def _closed_under(target: str) -> AioRpcError:

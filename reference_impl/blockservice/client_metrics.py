@@ -83,29 +83,33 @@ class Watched(NamedTuple):
     stats: CallStats
     pool: Pool
     breaker: Breaker
+    number: int
+    """Tells clients of one target and tenant apart."""
 
     @property
     def labels(self) -> list[str]:
-        """Return what tells it from others."""
-        return [self.target, self.tenant]
+        """Return the values of `LABELS`."""
+        return [self.target, self.tenant, str(self.number)]
 
 
-_LABELS: Final = ("target", "tenant")
+LABELS: Final = ("target", "tenant", "client")
 
 
 class ClientMetrics:
-    """The metrics of all clients of a process, each under the labels `target` and `tenant`."""
+    """The metrics of all clients of a process, each under its own labels: `target`, `tenant` and a number."""
 
     def __init__(self) -> None:
         self._clients: list[Watched] = []
+        self._added = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def add(self, client: Watched) -> None:
-        """Look at a client from now on. Raises ValueError if there is one with its labels: use that one."""
-        if any(client.labels == other.labels for other in self._clients):
-            raise ValueError(f"a client of {client.tenant!r} to {client.target!r} is there already: share it")
+    def add(self, target: str, tenant: str, stats: CallStats, pool: Pool, breaker: Breaker) -> Watched:
+        """Look at a client from now on; what is returned is for `remove`."""
+        self._added += 1
+        client = Watched(target, tenant, stats, pool, breaker, self._added)
         self._clients.append(client)
+        return client
 
     def remove(self, client: Watched) -> None:
         """Look at it no longer."""
@@ -138,20 +142,20 @@ class ClientMetrics:
         )
 
     def _calls(self) -> Metric:
-        family = UntypedMetricFamily("rpc_calls", "calls that ended", labels=[*_LABELS, "method", "outcome"])
+        family = UntypedMetricFamily("rpc_calls", "calls that ended", labels=[*LABELS, "method", "outcome"])
         for client in self._clients:
             for (method, outcome), count in sorted(client.stats.calls.items()):
                 family.add_metric([*client.labels, method, outcome], count)
         return family
 
     def _counter(self, name: str, help_text: str, value: Callable[[Watched], float]) -> Metric:
-        family = UntypedMetricFamily(name, help_text, labels=_LABELS)
+        family = UntypedMetricFamily(name, help_text, labels=LABELS)
         for client in self._clients:
             family.add_metric(client.labels, value(client))
         return family
 
     def _gauge(self, name: str, help_text: str, value: Callable[[Watched], float]) -> Metric:
-        family = GaugeMetricFamily(name, help_text, labels=_LABELS)
+        family = GaugeMetricFamily(name, help_text, labels=LABELS)
         for client in self._clients:
             family.add_metric(client.labels, value(client))
         return family

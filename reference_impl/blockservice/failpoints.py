@@ -19,14 +19,11 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from reference_impl.blockservice.deadline import remaining_s
 from reference_impl.blockservice.store import StoreError
 
 EXIT_CODE: Final = 86
 """Of a process that a fail point ends: no other way out of it has this one."""
 ORDERS_MAX: Final = 64
-_DROP_S_MAX: Final = 60.0
-"""How long a reply is held back from a caller without a deadline, and so who must be gone for good by then."""
 
 
 class Point(enum.StrEnum):
@@ -153,21 +150,14 @@ class FailPoints:
             return dict(self._acted)
 
     async def reach(self, point: str, method: str = "") -> Action | None:
-        """Pass a point in a coroutine. Returns REPEAT if the work is to be done twice, DROP if its reply is not wanted.
-
-        With DROP it has waited until the deadline of the call (`deadline.within`).
-        """
+        """Pass a point in a coroutine. Returns what its caller is to do: REPEAT the work, or DROP the reply."""
         order = self._take(point, method)
         if order is None:
             return None
         match order.action:
             case Action.DELAY:
                 await asyncio.sleep(order.seconds)
-            case Action.DROP:
-                left_s = remaining_s()
-                await asyncio.sleep(_DROP_S_MAX if left_s is None else left_s)
-                return order.action
-            case Action.REPEAT:
+            case Action.DROP | Action.REPEAT:
                 return order.action
             case _:
                 _end(order.action)

@@ -29,9 +29,9 @@ from reference_impl.blockservice.store import Store, StoreError, wall_ms
 from reference_impl.blockservice.writer import Writer
 from reference_impl.event_log import EventLog
 from reference_impl.processes import die_with_parent
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.transfer_tokens import node_key
+from reference_impl.secret import TOKEN_VARIABLE
 
 GRACE_S: Final = 1.0
 PURGE_S: Final = 60.0

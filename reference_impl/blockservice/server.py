@@ -52,6 +52,10 @@ _LEFT_SHARE: Final = 0.99
 """gRPC rounds the time that a caller leaves up, by 1 % at most: so much less of it is used, that none is exceeded."""
 _WAIT_SHARE: Final = 0.5
 """Of the time left, how much a call waits for its token: who is refused then can still do something else."""
+_SILENCE_S: Final = 5.0
+"""How long after its deadline a call without a reply is ended, if gRPC has not done so."""
+_FAIL_POINTS: Final = "FailPoints"
+"""The service whose calls pass no fail points: an order would end the process with the call that gives it."""
 _LOGGER: Final = logging.getLogger(__name__)
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -85,6 +89,10 @@ class CallError(Exception):
         self.code = code
         self.rule = rule
         self.field = field
+
+
+class _ReplyDropped(Exception):
+    """A fail point says that this reply is never sent."""
 
 
 class Node(Protocol):
@@ -255,17 +263,25 @@ class BlockServer:
             raise BadRequest("message", f"has {len(data)} bytes; at most {self._message_bytes_max} are read")
         asked = call.method.read(wire.parsed(data, call.method.shape))
         call.line = _line(call.line, asked, self._log.node)
-        with within(left_s):
-            async with asyncio.timeout(left_s):
-                if self._points is None:
-                    reply = await call.method.do(call, asked)
-                else:
-                    reply = await self._with_faults(self._points, call, asked)
+        reply = await self._done(call, asked, left_s)
         sent = reply.SerializeToString()
         if len(sent) > self._message_bytes_max:
             message = f"the reply has {len(sent)} bytes; at most {self._message_bytes_max} are sent"
             raise CallError(grpc.StatusCode.INTERNAL, Rule.REPLY_TOO_LARGE, message)
         return sent
+
+    async def _done(self, call: _Call, asked: Any, left_s: float) -> Message:
+        """Have a call's work done in the time that it has."""
+        with within(left_s):
+            try:
+                async with asyncio.timeout(left_s):
+                    if self._points is None or call.method.service == _FAIL_POINTS:
+                        return await call.method.do(call, asked)
+                    return await self._with_faults(self._points, call, asked)
+            except _ReplyDropped as error:
+                # Nothing is sent, not even an error: the deadline of its caller ends this call from outside.
+                await asyncio.sleep(min(call.context.time_remaining(), DEADLINE_S_MAX) + _SILENCE_S)
+                raise TimeoutError from error
 
     def _admit(self, call: _Call) -> float:
         """Return the time that a call has, in seconds. Raises CallError if it may not be worked on."""
@@ -282,16 +298,10 @@ class BlockServer:
 
     def _authenticate(self, call: _Call) -> None:
         """Find out who calls. Every wrong answer reads the same, whatever of it is wrong."""
-        tenant = call.metadata.get(credentials.TENANT_KEY)
+        tenant = call.metadata.get(credentials.TENANT_KEY, "?")
         given = credentials.bearer(call.metadata.get(credentials.CREDENTIAL_KEY, ""))
-        ours = tenant == credentials.DEPLOYMENT
-        named = tenant is not None and (ours or wire.is_id(tenant))
-        if (
-            tenant is None
-            or not named
-            or ours != call.method.ours
-            or not credentials.valid(self._secret, tenant, given)
-        ):
+        may = tenant == credentials.DEPLOYMENT if call.method.ours else wire.is_id(tenant)
+        if not may or not credentials.valid(self._secret, tenant, given):
             whose = "the deployment's own" if call.method.ours else "the tenant's"
             message = f"{credentials.TENANT_KEY} and {credentials.CREDENTIAL_KEY}: {whose} credential is needed"
             raise CallError(
@@ -327,14 +337,14 @@ class BlockServer:
         name = call.method.name
         before = await points.reach(Point.RECEIVED, name)
         if before is Action.DROP:
-            raise _dropped()
+            raise _ReplyDropped
         if before is Action.REPEAT:
             reply, _ = await asyncio.gather(call.method.do(call, asked), call.method.do(call, asked))
         else:
             reply = await call.method.do(call, asked)
         after = await points.reach(Point.AFTER_COMMIT_BEFORE_REPLY, name)
         if after is Action.DROP:
-            raise _dropped()
+            raise _ReplyDropped
         if after is Action.REPEAT:
             await call.method.do(call, asked)
         call.context.add_done_callback(cast(Any, partial(self._after_reply, points, call, asked)))
@@ -370,8 +380,8 @@ class BlockServer:
         methods.append(_Method("Peers", "Accept", pb.AcceptRequest, wire.accept_of, self._accept, ours=True))
         methods.append(_Method("Peers", "Settle", pb.SettleRequest, wire.settle_of, self._settle, ours=True))
         if self._points is not None:
-            methods.append(_Method("FailPoints", "Arm", pb.ArmRequest, _as_it_is, self._arm, ours=True))
-            methods.append(_Method("FailPoints", "Report", pb.ReportRequest, _as_it_is, self._report, ours=True))
+            methods.append(_Method(_FAIL_POINTS, "Arm", pb.ArmRequest, _as_it_is, self._arm, ours=True))
+            methods.append(_Method(_FAIL_POINTS, "Report", pb.ReportRequest, _as_it_is, self._report, ours=True))
         return methods
 
     async def _write(self, call: _Call, asked: tuple[wire.Named, Request]) -> Message:
@@ -519,7 +529,3 @@ def _as_it_is(message: Message) -> Message:
 
 def _not_found(rule: Rule, field: str, message: str) -> CallError:
     return CallError(grpc.StatusCode.NOT_FOUND, rule, message, field)
-
-
-def _dropped() -> CallError:
-    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, Rule.TIMED_OUT, "the reply was dropped")

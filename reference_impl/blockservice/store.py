@@ -505,15 +505,17 @@ class Store:
         denial = self._denial(write, now_ms, purged_ms)
         if denial is not None:
             return denial
-        tenant, operation_id, request = write.tenant, write.operation_id, write.request
-        decision = blockgroups.decide(request, operation_id, view)
+        decision = blockgroups.decide(write.request, write.operation_id, view)
         self._apply(write, decision, now_ms)
-        answer = decision.answer
+        self._keep(write, decision.answer, now_ms)
+        return Done(decision.answer, replayed=False)
+
+    def _keep(self, write: Write, answer: Answer, now_ms: int) -> None:
+        request = write.request
         self._db.execute(schema.INSERT_RECORD, (
-            tenant, operation_id, request.__struct_config__.tag, canonical(request), answer.outcome,
+            write.tenant, write.operation_id, request.__struct_config__.tag, canonical(request), answer.outcome,
             msgspec.json.encode(answer), write.issued_ms, now_ms,
         ))  # fmt: skip
-        return Done(answer, replayed=False)
 
     def _apply(self, write: Write, decision: Decision, now_ms: int) -> None:
         tenant, block_group_id = write.tenant, write.request.block_group_id

@@ -84,7 +84,10 @@ class Writer:
         return done
 
     async def call(self, method: Callable[[Store], T]) -> T:
-        """Return what `method` makes of the store, after the writes that were queued before. Raises what it raises."""
+        """Return what `method` makes of the store, after the writes that were queued before. Raises what it raises.
+
+        QueueFull as well.
+        """
         result: T = await self._queued(method=method)
         return result
 
@@ -107,36 +110,32 @@ class Writer:
     # In the thread.
 
     def _work(self) -> None:
-        """Take tasks until `close`: writes that have queued go together, anything else by itself, in order."""
-        carried: _Task | None = None
-        while True:
-            task = carried or self._tasks.get()
-            if task is None:
-                return
-            carried, closing = None, False
-            if task.method is not None:
-                ended = [] if task.waiter.cancelled() else [self._called(task)]
-            else:
-                batch, carried, closing = self._gather(task)
-                ended = self._committed(batch)
-            _tell(ended)
-            if closing:
-                return
+        """Take what has queued, again and again, until `close`: its writes together, and then all else."""
+        closing = False
+        while not closing:
+            writes, calls, closing = self._gather()
+            _tell(self._committed(writes))
+            _tell([self._called(task) for task in calls if not task.waiter.cancelled()])
 
-    def _gather(self, first: _Task) -> tuple[list[_Task], _Task | None, bool]:
-        """Return the first with the writes that follow, the other task that ended them, and whether all ends here."""
-        batch = [first]
-        while len(batch) < self._batch_max:
+    def _gather(self) -> tuple[list[_Task], list[_Task], bool]:
+        """Wait for a task; return what has queued by then, writes and calls, and whether it was the last.
+
+        The writes go first, so that reads between them do not cut a batch into many. A call still comes after every
+        write that was queued before it; those that were queued after it run at the same time as it, so either may be
+        first.
+        """
+        writes: list[_Task] = []
+        calls: list[_Task] = []
+        task = self._tasks.get()
+        while task is not None:
+            (calls if task.write is None else writes).append(task)
+            if len(writes) == self._batch_max or len(calls) == self._queue_max:
+                return writes, calls, False
             try:
                 task = self._tasks.get_nowait()
             except Empty:
-                break
-            if task is None:
-                return batch, None, True
-            if task.method is not None:
-                return batch, task, False
-            batch.append(task)
-        return batch, None, False
+                return writes, calls, False
+        return writes, calls, True
 
     def _committed(self, batch: list[_Task]) -> list[_Ended]:
         wanted = [task for task in batch if not task.waiter.cancelled()]  # nobody waits any more for the others

@@ -24,8 +24,8 @@ from reference_impl.engine.core import EngineCore
 from reference_impl.engine.handshakes import BackgroundShaker
 from reference_impl.engine.memory import EngineMemory
 from reference_impl.realclock import now_ns
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.agreement import Hello
+from reference_impl.secret import TOKEN_VARIABLE
 from reference_impl.transport.hello import HandshakeServer
 
 if TYPE_CHECKING:

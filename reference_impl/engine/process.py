@@ -40,12 +40,13 @@ from reference_impl.memory_service.errors import MemoryServiceError
 from reference_impl.oracle import Weights
 from reference_impl.processes import die_with_parent
 from reference_impl.realclock import host_ns, wall_ns
-from reference_impl.router.protocol import TOKEN_VARIABLE, Register
+from reference_impl.router.protocol import Register
 from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.lifecycle import EngineState, IllegalMove, Lifecycle, WakeFacts
 from reference_impl.rules.routing import Role
 from reference_impl.rules.transfer_tokens import is_token, node_key, why_not
+from reference_impl.secret import TOKEN_VARIABLE
 
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 

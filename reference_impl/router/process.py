@@ -15,8 +15,8 @@ from aiohttp import web
 
 from reference_impl.event_log import EventLog
 from reference_impl.processes import die_with_parent
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.router.server import Router
+from reference_impl.secret import TOKEN_VARIABLE
 
 
 async def _run(arguments: argparse.Namespace, token: str) -> int:

@@ -14,8 +14,6 @@ from reference_impl.rules.routing import Role
 REGISTER_PATH: Final = "/internal/register"
 HOLD_PATH: Final = "/internal/hold"
 RENEW_PATH: Final = "/v1/kv/renew"
-TOKEN_VARIABLE: Final = "PDPROOF_ROUTER_TOKEN"
-"""Environment variable with the secret that an engine shows when it connects."""
 TOKEN_HEADER: Final = "x-pdproof-token"
 MESSAGE_BYTES_MAX: Final = 64 * 1024
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
@@ -36,11 +36,12 @@ class Seen(NamedTuple):
         return str(self.request.operation.operation_id)
 
 
-Script = Callable[[Seen, grpc.aio.ServicerContext], Awaitable[Message]]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Script = Callable[[Seen, Context], Awaitable[Message]]
 
 
 def answer(reply: Message = APPLIED, after_s: float = 0.0) -> Script:
-    async def script(seen: Seen, context: grpc.aio.ServicerContext) -> Message:
+    async def script(seen: Seen, context: Context) -> Message:
         if after_s:
             await asyncio.sleep(after_s)
         return reply
@@ -53,7 +54,7 @@ def refuse(rule: str, field: str = "epoch") -> Script:
 
 
 def fail(code: grpc.StatusCode, details: str = "as told", field: str = "") -> Script:
-    async def script(seen: Seen, context: grpc.aio.ServicerContext) -> Message:
+    async def script(seen: Seen, context: Context) -> Message:
         await context.abort(code, details, (("x-pdproof-field", field),) if field else ())
         raise AssertionError("abort returned")
 
@@ -71,7 +72,7 @@ def each(*scripts: Script) -> Script:
     """Do the n-th of `scripts` with the n-th call that arrives, and the last of them with all that follow."""
     left = list(scripts)
 
-    async def script(seen: Seen, context: grpc.aio.ServicerContext) -> Message:
+    async def script(seen: Seen, context: Context) -> Message:
         return await (left.pop(0) if len(left) > 1 else left[0])(seen, context)
 
     return script
@@ -105,7 +106,7 @@ class ScriptedServer(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         method = METHODS[handler_call_details.method.rpartition("/")[2]]
 
-        async def behaviour(request: Message, context: grpc.aio.ServicerContext) -> Message:
+        async def behaviour(request: Message, context: Context) -> Message:
             sent = dict(context.invocation_metadata() or ())
             seen = Seen(
                 now_ns(), method.name, request, int(sent["x-pdproof-attempt"]), str(sent["x-pdproof-request-id"]),
@@ -115,7 +116,9 @@ class ScriptedServer(grpc.GenericRpcHandler):
             return await self.script(seen, context)
 
         return grpc.unary_unary_rpc_method_handler(
-            behaviour, request_deserializer=method.request.FromString, response_serializer=method.reply.SerializeToString
+            behaviour,
+            request_deserializer=method.request.FromString,
+            response_serializer=method.reply.SerializeToString,
         )
 
 
@@ -131,10 +134,11 @@ async def serving(script: Script) -> AsyncIterator[ScriptedServer]:
 
 @asynccontextmanager
 async def calling(
-    target: str, *, make: type[BlockClient] = BlockClient, draw: Callable[[], float] = lambda: 0.5, **options: Any
-) -> AsyncIterator[BlockClient]:
+    target: str, *, make: type[BlockClient] = BlockClient, who: Credentials = ME,
+    draw: Callable[[], float] = lambda: 0.5, **options: Any,
+) -> AsyncIterator[BlockClient]:  # fmt: skip
     """Run a client, or a twin of it; its pauses are in the middle of what jitter allows unless told otherwise."""
-    client = make(target, ME, draw=draw, **options)
+    client = make(target, who, draw=draw, **options)
     try:
         yield client
     finally:

@@ -1,9 +1,8 @@
-"""The client's attempts: how many, after what pauses, for which errors, with which operation, and what may be concluded."""
+"""The client's attempts: how many, after what pauses, for which errors, as which operation; what may be concluded."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,19 @@ from reference_impl.blockservice import blocks_pb2 as pb
 from reference_impl.blockservice.calls import METHODS, POOL_EXHAUSTED
 from reference_impl.blockservice.client import BlockClient, BreakerLimits, Credentials, Result
 from reference_impl.blockservice.client_metrics import ClientMetrics
+from reference_impl.blockservice.credentials import DEPLOYMENT, credential
+from reference_impl.blockservice.failpoints import FailPoints
 from reference_impl.blockservice.pool import Connection
 from reference_impl.blockservice.rpc_log import Line
+from reference_impl.realclock import wall_ns
+from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.retries import RetryBudget, RetryPolicy
+from tests.blockservice import server_kit
 from tests.blockservice.client_kit import (
+    HOST,
     ME,
     UNAVAILABLE,
+    Context,
     Script,
     ScriptedServer,
     Seen,
@@ -47,7 +53,9 @@ NOT_RETRIED = tuple(code for code in grpc.StatusCode if code not in (*RETRIED, g
 
 
 async def reserve(client: BlockClient, operation_id: str = "op-1", timeout_s: float = 5.0) -> Result:
-    return await client.reserve("bg_1", 7, 1, operation_id=operation_id, issued_ms=1_700_000_000_000, timeout_s=timeout_s)
+    return await client.reserve(
+        "bg_1", 7, 1, operation_id=operation_id, issued_ms=1_700_000_000_000, timeout_s=timeout_s
+    )
 
 
 class Pauses:
@@ -175,7 +183,7 @@ async def check_same_operation(make: type[BlockClient]) -> None:
     assert len({seen.request_id for seen in server.seen}) == 1
 
 
-@pytest.mark.rule("KVC-IDEM-001", "KVC-IDEM-013")
+@pytest.mark.rule("KVC-IDEM-013")
 async def test_every_attempt_carries_the_same_operation() -> None:
     await check_same_operation(BlockClient)
 
@@ -274,7 +282,6 @@ OUTCOMES: dict[str, tuple[Script, str, str, int]] = {
 }
 
 
-@pytest.mark.rule("KVC-IDEM-001")
 @pytest.mark.parametrize("name", OUTCOMES)
 async def test_a_caller_may_conclude_this(name: str) -> None:
     script, outcome, code, attempts = OUTCOMES[name]
@@ -282,6 +289,18 @@ async def test_a_caller_may_conclude_this(name: str) -> None:
         result = await reserve(client)
     assert (result.outcome, result.error_code, result.attempts) == (outcome, code, attempts)
     assert (result.reply is not None) == (code == "" or code not in grpc.StatusCode.__members__)
+
+
+async def test_an_attempt_that_the_server_cancels_at_its_deadline_has_timed_out() -> None:
+    """Both ends have a timer, and the server's may be a moment earlier: it is no reason to give up."""
+
+    async def script(seen: Seen, context: Context) -> Message:
+        await asyncio.sleep(max(0.0, context.time_remaining() - 0.005))
+        return await fail(grpc.StatusCode.CANCELLED)(seen, context)
+
+    async with pair(each(script, answer()), policy=RetryPolicy(attempt_timeout_s=0.1)) as (_, client):
+        result = await reserve(client)
+    assert (result.outcome, result.attempts, result.timeouts) == ("ok", 2, 1)
 
 
 async def test_a_read_is_ok_once_it_is_answered() -> None:
@@ -321,11 +340,15 @@ CALLS: dict[str, tuple[Callable[[BlockClient], Any], Message]] = {
     ),
     "Pin": (
         lambda c: c.pin("g", 2, "r", operation_id="o", issued_ms=1, timeout_s=5),
-        pb.PinRequest(operation=pb.Operation(operation_id="o", issued_ms=1), block_group_id="g", epoch=2, request_id="r"),
+        pb.PinRequest(
+            operation=pb.Operation(operation_id="o", issued_ms=1), block_group_id="g", epoch=2, request_id="r"
+        ),
     ),
     "Unpin": (
         lambda c: c.unpin("g", 2, "r", operation_id="o", issued_ms=1, timeout_s=5),
-        pb.PinRequest(operation=pb.Operation(operation_id="o", issued_ms=1), block_group_id="g", epoch=2, request_id="r"),
+        pb.PinRequest(
+            operation=pb.Operation(operation_id="o", issued_ms=1), block_group_id="g", epoch=2, request_id="r"
+        ),
     ),
     "Evict": (
         lambda c: c.evict("g", 2, operation_id="o", issued_ms=1, timeout_s=5),
@@ -370,7 +393,9 @@ async def test_every_method_of_the_service_sends_what_it_is_given() -> None:
     assert set(CALLS) == set(methods)
     async with pair(answer()) as (server, client):
         for name, (call, request) in CALLS.items():
-            server.script = answer(METHODS[name].reply() if METHODS[name].reply is not pb.Answer else pb.Answer(disposition=1))
+            server.script = answer(
+                METHODS[name].reply() if METHODS[name].reply is not pb.Answer else pb.Answer(disposition=pb.APPLIED)
+            )
             assert (await call(client)).outcome == "ok"
             assert (server.seen[-1].method, server.seen[-1].request) == (name, request)
 
@@ -384,7 +409,7 @@ async def test_services_between_nodes_are_called_by_name() -> None:
 async def test_a_call_carries_its_tenant_and_credential() -> None:
     sent: dict[str, Any] = {}
 
-    async def script(seen: Seen, context: grpc.aio.ServicerContext) -> Message:
+    async def script(seen: Seen, context: Context) -> Message:
         sent.update(dict(context.invocation_metadata() or ()))
         return await answer()(seen, context)
 
@@ -414,6 +439,59 @@ async def test_calls_that_cannot_be_meant_are_refused_by_name() -> None:
             await client.get_metadata("bg_1", timeout_s=1)
         assert server.seen == []
         assert client.stats.inflight == 0
+
+
+# --- with the server of this project
+
+
+def who(tenant: str = server_kit.TENANT) -> Credentials:
+    return Credentials(tenant, credential(server_kit.SECRET, tenant))
+
+
+async def test_the_servers_words_are_understood(tmp_path: Path) -> None:
+    async with server_kit.serving(tmp_path) as real, calling(f"{HOST}:{real.port}", who=who()) as client:
+        issued_ms = wall_ns() // NS_PER_MS
+        reserved = await client.reserve("bg_1", 7, 3, operation_id="op-1", issued_ms=issued_ms, timeout_s=20)
+        again = await client.reserve("bg_1", 7, 3, operation_id="op-1", issued_ms=issued_ms, timeout_s=20)
+        changed = await client.reserve("bg_1", 7, 4, operation_id="op-1", issued_ms=issued_ms, timeout_s=20)
+        stale = await client.evict("bg_1", 6, operation_id="op-2", timeout_s=20)
+        malformed = await client.reserve("bg_1", 7, -1, operation_id="op-3", timeout_s=20)
+        nowhere = await client.get_metadata("bg_99", timeout_s=20)
+        known = await client.get_operation("op-1", issued_ms=issued_ms, timeout_s=20)
+        async with calling(f"{HOST}:{real.port}") as stranger:
+            denied = await stranger.get_metadata("bg_1", timeout_s=20)
+    found = [
+        (r.outcome, r.error_code, r.field, r.attempts) for r in (reserved, again, changed, stale, malformed, nowhere)
+    ]
+    assert found == [
+        ("ok", "", "", 1), ("ok", "", "", 1), ("fail", "ID_REUSED", "operation_id", 1),
+        ("fail", "STALE_EPOCH", "epoch", 1), ("fail", "INVALID_ARGUMENT", "slots", 1),
+        ("fail", "NOT_FOUND", "block_group_id", 1),
+    ]  # fmt: skip
+    assert isinstance(reserved.reply, pb.Answer)
+    assert isinstance(again.reply, pb.Answer)
+    assert (reserved.reply.reserved, again.reply.reserved) == (3, 3)
+    assert (reserved.reply.replayed, again.reply.replayed) == (False, True)
+    assert isinstance(known.reply, pb.OperationState)
+    assert known.reply.answer.reserved == 3
+    assert (denied.outcome, denied.error_code) == ("fail", "UNAUTHENTICATED")
+
+
+async def test_a_reply_that_was_lost_is_had_by_the_retry_and_the_effect_is_one(tmp_path: Path) -> None:
+    policy = RetryPolicy(attempt_timeout_s=1.0)
+    async with (
+        server_kit.serving(tmp_path, points=FailPoints(lambda *_: None)) as real,
+        calling(f"{HOST}:{real.port}", who=who(), policy=policy) as client,
+        calling(f"{HOST}:{real.port}", who=who(DEPLOYMENT)) as deployment,
+    ):
+        order = pb.ArmRequest(point="after_commit_before_reply", action="drop", times=1)
+        assert (await deployment.call("Arm", order, timeout_s=20)).outcome == "ok"
+        result = await client.reserve("bg_1", 7, 3, operation_id="op-1", timeout_s=20)
+        held = await real.held()
+    assert (result.outcome, result.attempts, result.timeouts) == ("ok", 2, 1)
+    assert isinstance(result.reply, pb.Answer)
+    assert (result.reply.replayed, result.reply.reserved) == (True, 3)
+    assert held.of_clients() == [("op-1", "group", "")]
 
 
 # --- connections that break
@@ -500,7 +578,7 @@ async def test_a_cancelled_call_gives_everything_back() -> None:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    return len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else 0
 
 
 async def test_a_thousand_calls_leave_no_descriptor_and_no_task_behind() -> None:
@@ -558,8 +636,9 @@ async def test_clients_count_under_the_names_of_the_document() -> None:
         assert (sample(metrics, "rpc_inflight_requests"), sample(metrics, "connection_pool_in_use")) == (0, 0)
         assert (sample(metrics, "connection_pool_places"), sample(metrics, "connection_pool_wait_time")) == (6, 0)
         assert sample(metrics, "circuit_breaker_state") == 0
-        with pytest.raises(ValueError, match="there already"):
-            BlockClient(server.target, ME, metrics=metrics)
+        async with calling(server.target, metrics=metrics):
+            assert sample(metrics, "rpc_retry_count", client="1") == 2
+            assert sample(metrics, "rpc_retry_count", client="2") == 0
     assert b"target=" not in metrics.text()
 
 
@@ -580,4 +659,9 @@ async def test_every_call_leaves_one_line_with_the_fields_of_the_document() -> N
     assert first.timeout_ms == 5000
     assert first.latency_ms > 8
     assert (second.operation_id, second.error_code, second.retry_count) == ("op-2", "PINNED", 0)
-    assert (third.rpc_method, third.error_code, third.epoch, third.operation_id) == ("GetMetadata", "CANCELLED", None, "")
+    assert (third.rpc_method, third.error_code, third.epoch, third.operation_id) == (
+        "GetMetadata",
+        "CANCELLED",
+        None,
+        "",
+    )

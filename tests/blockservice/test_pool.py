@@ -1,4 +1,4 @@
-"""The pool: few connections shared by many calls, none of which waits for another, and how long calls wait for a place."""
+"""The pool: few connections, shared by calls that do not wait for each other, and how long calls wait for a place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 from google.protobuf.message import Message
 
@@ -18,7 +17,7 @@ from reference_impl.blockservice.client_metrics import ClientMetrics
 from reference_impl.blockservice.pool import Pool
 from reference_impl.realclock import now_ns
 from reference_impl.rules.retries import RetryPolicy
-from tests.blockservice.client_kit import HOST, Seen, answer, calling, never, pair, serving
+from tests.blockservice.client_kit import HOST, Context, Seen, answer, calling, never, pair, serving
 from tests.blockservice.test_client import idle, sample
 from tests.waiting import until_async
 
@@ -45,7 +44,7 @@ class Waited:
 # --- head of line
 
 
-async def slow_or_fast(seen: Seen, context: grpc.aio.ServicerContext) -> Message:
+async def slow_or_fast(seen: Seen, context: Context) -> Message:
     """Hold calls for the group `slow` for as long as its epoch says, in ms; answer all others at once."""
     if seen.method == "Evict":
         await asyncio.sleep(seen.request.epoch / 1e3)
@@ -96,10 +95,8 @@ class Line:
     def ratio(self) -> float:
         return p99(self.slow_ms) / p99(self.alone_ms)
 
-    async def measure(
-        self, *, calls_per_connection: int, windows: int, calls: int, held_ms: int = 2000
-    ) -> None:
-        """Add `windows` of either kind, all on one connection. They are short: what disturbs one disturbs its neighbour."""
+    async def measure(self, *, calls_per_connection: int, windows: int, calls: int, held_ms: int = 2000) -> None:
+        """Add `windows` of either kind, all on one connection; they are short, so noise meets neighbours alike."""
         options = {"connections": 1, "calls_per_connection": calls_per_connection, "policy": PATIENT}
         async with pair(slow_or_fast, **options) as (_, client):
             for _ in range(windows):
@@ -137,7 +134,7 @@ async def waits(calls_per_connection: int, calls: int = 40) -> tuple[float, floa
     """Return ms that the calls waited (metric, and the sum of their results), at a server that answers in 10 ms."""
     metrics = ClientMetrics()
     options = {"connections": 1, "calls_per_connection": calls_per_connection, "policy": PATIENT, "metrics": metrics}
-    async with pair(answer(after_s=0.01), **options) as (server, client):
+    async with pair(answer(after_s=0.01), **options) as (_, client):
         results = await asyncio.gather(*(client.get_metadata("bg_1", timeout_s=30) for _ in range(calls)))
         assert {r.outcome for r in results} == {"ok"}
         assert idle(client)
@@ -173,7 +170,7 @@ async def test_places_are_given_in_order_of_arrival() -> None:
 async def test_as_many_connections_as_were_asked_for_and_no_more() -> None:
     peers: set[str] = set()
 
-    async def script(seen: Seen, context: grpc.aio.ServicerContext) -> Message:
+    async def script(seen: Seen, context: Context) -> Message:
         peers.add(context.peer())
         return await answer(after_s=0.05)(seen, context)
 

@@ -24,9 +24,10 @@ from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.oracle import Weights, expected_answers
 from reference_impl.realclock import now_ns
-from reference_impl.router.protocol import HOLD_PATH, TOKEN_HEADER, TOKEN_VARIABLE
+from reference_impl.router.protocol import HOLD_PATH, TOKEN_HEADER
 from reference_impl.rules.clock import s_to_ns
 from reference_impl.rules.events import Event, EventKind
+from reference_impl.secret import TOKEN_VARIABLE
 from reference_impl.tokens import VOCABULARY
 from tests.waiting import until
 

@@ -21,8 +21,8 @@ import pytest
 from reference_impl.engine import cli
 from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.oracle import expected_answers
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.routing import Role
+from reference_impl.secret import TOKEN_VARIABLE
 from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "reference_impl.engine.cli"]

@@ -24,11 +24,11 @@ from reference_impl.content import BLOCK_BYTES, BLOCK_TOKENS
 from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.engine.config import MODEL_NAME
 from reference_impl.realclock import now_ns
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.rules.agreement import Hello
 from reference_impl.rules.events import EventKind
 from reference_impl.rules.messages import MESSAGE_BYTES_MAX, Answer, Claim, Heartbeat, How, Report, decode, encode
 from reference_impl.rules.terms import KvTerms
+from reference_impl.secret import TOKEN_VARIABLE
 from reference_impl.transport.agent import opened, sealed
 from reference_impl.transport.hello import HandshakeClient, HandshakeFailed, framed
 from tests.deployment.split import TOKEN, Client, History, lone_engine, prompt_of, under_way

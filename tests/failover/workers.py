@@ -19,9 +19,9 @@ from reference_impl.event_log import EventLog
 from reference_impl.failover.prober import ProbeLimits
 from reference_impl.failover.supervisor import Supervisor
 from reference_impl.failover.worker import ProcessInfo, WorkerConfig, read_status
-from reference_impl.router.protocol import TOKEN_VARIABLE
 from reference_impl.router.server import Router
 from reference_impl.rules.events import Event, EventKind
+from reference_impl.secret import TOKEN_VARIABLE
 from tests.waiting import until_async
 
 TOKEN = "token of a test"

@@ -11,11 +11,13 @@ import enum
 import heapq
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
+from unittest import mock
 
 import msgspec
 
-from reference_impl.blockservice.store import Done, Write
+from reference_impl.blockservice.store import Done, Store, Write
 from reference_impl.rules import blockgroups
 from reference_impl.rules.blockgroups import (
     Answer,
@@ -40,7 +42,7 @@ from reference_impl.rules.blockgroups import (
     View,
 )
 from reference_impl.rules.operations import Denied, Record, Replay, Retention, canonical, judge
-from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow
+from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, joined, rows_of_store
 
 MS = 1_000_000
 WALL_MS = 1_700_000_000_000
@@ -144,7 +146,9 @@ class Node:
             case Denied(answer):
                 return Done(answer, False)
         decision = self._decide(write)
-        steps = [lambda: self._apply(write, decision), lambda: self._keep(scope, write, decision.answer)]
+        steps: list[Callable[[], None]] = [
+            lambda: self._apply(write, decision), lambda: self._keep(scope, write, decision.answer),
+        ]  # fmt: skip
         if flaw is Flaw.RECORD_FIRST:
             steps.reverse()
         if flaw in (Flaw.TWO_TRANSACTIONS, Flaw.RECORD_FIRST):
@@ -307,7 +311,7 @@ class Node:
     def end_transfers(self, tokens: list[str]) -> None:
         for (tenant, name, kind, token), row in list(self._state.items()):
             if kind == "transfer" and token in tokens:
-                ended = msgspec.structs.replace(row, ended=True)  # type: ignore[call-arg]
+                ended = msgspec.structs.replace(row, ended=True)
                 self._put(tenant, name, kind, token, ended, ("", "engine"))
 
     def migration(self, tenant: str, operation_id: str) -> Migration | None:
@@ -589,10 +593,10 @@ class Simulation:
     def _note(self, asked: Asked, says: EngineSays) -> None:
         """What follows a commit, whether its reply arrives or not: a reader that reads, a migration that goes on."""
         moved = (asked.tenant, asked.node, asked.operation_id)
-        if isinstance(asked.request, StartMigrate) and moved not in self._moved:
-            if self.nodes[asked.node].migration(asked.tenant, asked.operation_id) is not None:
-                self._moved.append(moved)
-                self.start(self._migrate(asked), self._wait(10))
+        starts = isinstance(asked.request, StartMigrate) and moved not in self._moved
+        if starts and self.nodes[asked.node].migration(asked.tenant, asked.operation_id) is not None:
+            self._moved.append(moved)
+            self.start(self._migrate(asked), self._wait(10))
         if says.place is not None and isinstance(asked.request, PrepareGet):
             self.start(self._read(asked.node, says.place.transfer_token), self._wait(600))
         if isinstance(node := self.nodes[asked.node], Node) and self.flaw is Flaw.ANSWERS_BEFORE_EFFECT:
@@ -609,24 +613,24 @@ class Simulation:
     def _migrate(self, asked: Asked) -> Iterator[int]:
         assert isinstance(asked.request, StartMigrate)
         tenant, operation_id = asked.tenant, asked.operation_id
-        source, target = self.nodes[asked.node], self.nodes[asked.request.dst]
-        source.set_running(tenant, operation_id)
-        group = source.group(tenant, asked.request.block_group_id)
+        source, target = asked.node, asked.request.dst
+        self.nodes[source].set_running(tenant, operation_id)
+        group = self.nodes[source].group(tenant, asked.request.block_group_id)
         assert group is not None
         yield self._wait(30)
-        migration = source.migration(tenant, operation_id)
+        migration = self.nodes[source].migration(tenant, operation_id)
         assert migration is not None
-        accepted = None if migration.status.ended else target.accept(tenant, operation_id, group)
+        accepted = None if migration.status.ended else self.nodes[target].accept(tenant, operation_id, group)
         yield self._wait(60)
         status = MigrationStatus.FAILED
         if accepted is not None and self.chance.random() < 0.8:
             status = MigrationStatus.CANCELLED if self.flaw is Flaw.TIMEOUT_CANCELS else MigrationStatus.SUCCEEDED
-        ended = source.end_migration(tenant, operation_id, status)
+        ended = self.nodes[source].end_migration(tenant, operation_id, status)
         yield self._wait(10)
         if accepted is not None:
             ours = ended is not None and ended.status is MigrationStatus.SUCCEEDED
-            target.settle(tenant, operation_id, ours=ours)
-        source.set_told(tenant, operation_id)
+            self.nodes[target].settle(tenant, operation_id, ours=ours)
+        self.nodes[source].set_told(tenant, operation_id)
 
     def _engines(self, names: list[str], times: int) -> Iterator[int]:
         """Engines lose groups, and hold them again."""
@@ -666,14 +670,32 @@ def history(seed: int, flaw: Flaw | None = None, *, invocations: int = 400, grou
     simulation.nodes.update(nodes)
     simulation.restart = lambda name: nodes[name].restart()
     simulation.run(invocations, groups=groups)
-    return joined(simulation, [node.rows() for node in nodes.values()])
+    return joined([ControlRows(invocations=simulation.invocations), *(node.rows() for node in nodes.values())])
 
 
-def joined(simulation: Simulation, parts: list[ControlRows]) -> ControlRows:
-    """Return one history of what clients saw and what each node kept."""
-    return ControlRows(
-        invocations=simulation.invocations,
-        effects=[row for part in parts for row in part.effects],
-        records=[row for part in parts for row in part.records],
-        groups=[row for part in parts for row in part.groups],
-    )
+def history_of_stores(folder: Path, seed: int, *, invocations: int = 150) -> ControlRows:
+    """Return the history of a simulation whose nodes are real stores, on its clock."""
+    simulation = Simulation(seed)
+
+    def opened(name: str) -> Store:
+        return Store(
+            folder / f"{name}.db", name, nodes=frozenset(NODES), slots_max=200, reached=simulation.reached,
+            now_ms=lambda: WALL_MS + simulation.now_ns // MS,
+        )  # fmt: skip
+
+    stores: dict[str, Store] = {}
+
+    def start(name: str) -> None:
+        if name in stores:
+            stores[name].close()
+        simulation.nodes[name] = stores[name] = opened(name)
+
+    simulation.restart = start
+    with mock.patch("reference_impl.blockservice.store.host_ns", side_effect=lambda: simulation.now_ns):
+        for name in NODES:
+            start(name)
+        simulation.run(invocations)
+    parts = [rows_of_store(name, store) for name, store in stores.items()]
+    for store in stores.values():
+        store.close()
+    return joined([ControlRows(invocations=simulation.invocations), *parts])

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.checks import CHECKS, OF_MOVING_KV, judge, overall
+from harness.checks import CHECKS, OF_CONTROL, OF_MOVING_KV, judge, overall
 from harness.verdicts import CheckResult, Verdict, worst
 from reference_impl.rules.events import EventKind
 from tests.harness.histories import MIB, History, S, at, clean
 from workloads.rows import Outcome
 
 Mutation = Callable[[History], None]
-OF_FAILOVER = [name for name in CHECKS if name not in OF_MOVING_KV]
+OF_FAILOVER = [name for name in CHECKS if name not in OF_MOVING_KV | OF_CONTROL]
 
 
 @pytest.mark.parametrize("arm", ["cold", "shadow"])

@@ -35,7 +35,9 @@ def test_jitter_keeps_within_its_share(retry: int, draw: float, jitter: float) -
 @given(draw=DRAWS, other=DRAWS)
 def test_a_larger_draw_is_a_longer_pause(draw: float, other: float) -> None:
     policy = RetryPolicy()
-    assert (backoff_s(policy, 1, draw) <= backoff_s(policy, 1, other)) == (draw <= other) or draw == pytest.approx(other)
+    assert (backoff_s(policy, 1, draw) <= backoff_s(policy, 1, other)) == (draw <= other) or draw == pytest.approx(
+        other
+    )
 
 
 def fullest_bin(policy: RetryPolicy, clients: int = 200, bin_s: float = 0.001) -> int:

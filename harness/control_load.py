@@ -1,0 +1,110 @@
+"""The control plane's clients, as a child process beside the load, and what the run folder keeps of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from harness.errors import PdproofError
+from harness.run_folder import RunWriter
+from harness.scenario import ControlSpec
+from reference_impl.blockservice.node import TENANT
+from reference_impl.blockservice.store import Store
+from reference_impl.processes import end_child, last_line
+from reference_impl.secret import TOKEN_VARIABLE
+from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, read_rows
+from workloads.operations import OperationsPlan, Sample
+
+SPARE_S: Final = 120.0
+"""For what is asked again, and for taking the pins back."""
+STOP_LIMIT_S: Final = 10.0
+CLIENTS: Final = "clients"
+"""The node of the clients' own metrics."""
+
+
+class OperationsFailed(PdproofError):
+    """The operations could not be driven; the message holds their last word."""
+
+
+class ControlLoad:
+    """An open loop of operations of `seconds`, whose rows land in the run's parts."""
+
+    def __init__(self, spec: ControlSpec, targets: dict[str, str], secret: str, *, seconds: float, seed: int) -> None:
+        self._spec, self._targets, self._secret, self._seconds, self._seed = spec, targets, secret, seconds, seed
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def start(self, start_ns: int, writer: RunWriter) -> None:
+        """Start the child; the first operation is due at `start_ns` (monotonic)."""
+        spec = self._spec
+        plan = OperationsPlan(
+            targets=self._targets, owner=TENANT, strangers=[f"tenant-{n}" for n in range(1, spec.tenants)],
+            clients=spec.clients, rate_per_s=spec.rate_per_s, start_ns=start_ns, seconds=self._seconds,
+            seed=self._seed, rows=str(_rows(writer)), samples=str(_samples(writer)), parent_pid=os.getpid(),
+        )  # fmt: skip
+        with (writer.logs / "operations.log").open("wb") as log:
+            self._child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "workloads.operations", msgspec.json.encode(plan).decode(),
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | {TOKEN_VARIABLE: self._secret},
+            )  # fmt: skip
+
+    async def wait(self, writer: RunWriter) -> None:
+        """Wait until every operation has ended. Raises OperationsFailed if they were not driven to their end."""
+        if self._child is None:
+            raise RuntimeError("start comes before wait")
+        limit_s = self._seconds + SPARE_S
+        log = writer.logs / "operations.log"
+        try:
+            async with asyncio.timeout(limit_s):
+                code = await self._child.wait()
+        except TimeoutError as error:
+            raise OperationsFailed(f"the operations did not end within {limit_s:.0f} s; see {log}") from error
+        if code < 0:
+            raise OperationsFailed(f"the operations were ended by {signal.Signals(-code).name}; see {log}")
+        if code:
+            raise OperationsFailed(f"the operations ended with {code}: {last_line(log)}")
+
+    async def stop(self) -> None:
+        """End the child if it still runs."""
+        if self._child is not None:
+            await end_child(self._child, STOP_LIMIT_S)
+
+
+def gathered(writer: RunWriter, nodes: list[str]) -> ControlRows:
+    """Return the whole history: the clients' rows, and what the nodes' stores hold. The services have ended."""
+    if _samples(writer).exists():
+        for sample in read_rows(_samples(writer), Sample):
+            writer.metric(sample.t_ns, CLIENTS, sample.name, sample.value)
+    rows = ControlRows(invocations=list(read_rows(_rows(writer), Invocation)) if _rows(writer).exists() else [])
+    for node in nodes:
+        path = writer.parts / f"blocks-{node}.sqlite"
+        if path.exists():
+            _add(rows, path, node)
+    return rows
+
+
+def _add(rows: ControlRows, path: Path, node: str) -> None:
+    store = Store(path, node)
+    try:
+        rows.effects.extend(EffectRow(node=node, **msgspec.structs.asdict(effect)) for effect in store.effects())
+        rows.records.extend(RecordRow(node=node, **msgspec.structs.asdict(kept)) for kept in store.records())
+        for standing in store.finals():
+            fields = msgspec.structs.asdict(standing.group)
+            pins = msgspec.json.encode(standing.pins).decode()
+            rows.groups.append(FinalRow(node=node, tenant=standing.tenant, pins=pins, **fields))
+    finally:
+        store.close()
+
+
+def _rows(writer: RunWriter) -> Path:
+    return writer.parts / "operations.rows"
+
+
+def _samples(writer: RunWriter) -> Path:
+    return writer.parts / "operations.samples"

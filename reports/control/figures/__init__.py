@@ -1,0 +1,1 @@
+"""Charts of the control plane's page."""

@@ -1,0 +1,160 @@
+"""What a control plane's clients do: a mix of writes on groups that they know of, with the mistakes that clients make.
+
+Some operations are asked again as they were (their answer may have been lost), some with other parameters, some with an
+epoch that is over or has not begun, some by a tenant whose groups these are not, under ids that another tenant uses. A
+client knows groups from a listing that is a while old. Chance comes from the generator that is given.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from reference_impl.rules.blockgroups import (
+    CancelMigrate,
+    Evict,
+    Pin,
+    PrepareGet,
+    Request,
+    Reserve,
+    StartMigrate,
+    Unpin,
+)
+
+REMEMBERED: Final = 256
+"""Operations that may be asked for once more."""
+SLOTS_MAX: Final = 8
+KINDS: Final = {
+    "pin": 0.18, "unpin": 0.24, "reserve": 0.24, "prepare_get": 0.03, "start_migrate": 0.08, "cancel_migrate": 0.02,
+    "evict": 0.02, "again": 0.12, "changed": 0.03, "stale": 0.02, "future": 0.01, "foreign": 0.01,
+}  # fmt: skip
+"""Shares of what is done."""
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A group, as a listing told of it."""
+
+    node: str
+    block_group_id: str
+    epoch: int
+    pins: int = 0
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One operation: whom it is asked of, in whose name, and when it was made (wall clock, ms)."""
+
+    tenant: str
+    node: str
+    operation_id: str
+    issued_ms: int
+    request: Request
+
+
+class Mix:
+    """Draws one operation after the other. `owner`: the tenant whose groups are known; `strangers`: other tenants."""
+
+    def __init__(self, rng: np.random.Generator, nodes: list[str], owner: str, strangers: list[str], run: str) -> None:
+        self._rng, self._nodes, self._owner, self._strangers, self._run = rng, nodes, owner, strangers, run
+        self._names = list(KINDS)
+        self._shares = np.array(list(KINDS.values())) / sum(KINDS.values())
+        self._asked: deque[Asked] = deque(maxlen=REMEMBERED)
+        self._pins: dict[tuple[str, str, str], Asked] = {}
+        """Those that may stand: by node, group and request."""
+        self._migrations: deque[Asked] = deque(maxlen=REMEMBERED)
+        self._made = 0
+
+    def next(self, known: list[Known], now_ms: int) -> Asked | None:
+        """Return what is to be done next; None if there is nothing to do it with yet."""
+        kind = self._names[self._rng.choice(len(self._names), p=self._shares)]
+        asked = self._old(kind) or self._new(kind, known, now_ms)
+        if asked is not None:
+            self._note(asked)
+        return asked
+
+    def release(self, now_ms: int) -> list[Asked]:
+        """Return an unpin for every pin that may stand: what is to be done at the end."""
+        return [self._unpin(pin, now_ms) for pin in self._pins.values()]
+
+    def ended(self, asked: Asked, outcome: str, refusal: str) -> None:
+        """Note what became of an operation: a pin that was refused, or an unpin that was not, leaves none."""
+        request = asked.request
+        if not isinstance(request, Pin | Unpin) or asked.tenant != self._owner:
+            return
+        unpinned = isinstance(request, Unpin) and (outcome == "ok" or refusal == "UNKNOWN_GROUP")
+        refused = isinstance(request, Pin) and outcome == "fail" and refusal not in ("", "ID_REUSED")
+        if unpinned or refused:
+            self._pins.pop(_pin_key(asked.node, request), None)
+
+    def _note(self, asked: Asked) -> None:
+        self._asked.append(asked)
+        if isinstance(asked.request, Pin) and asked.tenant == self._owner:
+            self._pins[_pin_key(asked.node, asked.request)] = asked
+        if isinstance(asked.request, StartMigrate):
+            self._migrations.append(asked)
+
+    def _old(self, kind: str) -> Asked | None:
+        """Ask for something once more, as it was or not quite."""
+        if kind not in ("again", "changed") or not self._asked:
+            return None
+        before = self._asked[int(self._rng.integers(len(self._asked)))]
+        if kind == "again":
+            return before
+        changed = msgspec.structs.replace(before.request, epoch=before.request.epoch + 1)
+        return msgspec.structs.replace(before, request=changed)
+
+    def _new(self, kind: str, known: list[Known], now_ms: int) -> Asked | None:
+        if kind == "unpin" and self._pins:
+            return self._unpin(list(self._pins.values())[int(self._rng.integers(len(self._pins)))], now_ms)
+        if kind == "cancel_migrate" and self._migrations:
+            return self._cancel(self._migrations[-1], now_ms)
+        if not known:
+            return None
+        if kind in ("start_migrate", "evict"):  # most who ask for these look first
+            known = [group for group in known if not group.pins] or known
+        group = known[int(self._rng.integers(len(known)))]
+        epoch = {"stale": max(0, group.epoch - 1), "future": group.epoch + 5}.get(kind, group.epoch)
+        request = self._request(kind, group, epoch)
+        if kind == "foreign" and self._strangers and self._asked:
+            stranger = self._strangers[int(self._rng.integers(len(self._strangers)))]
+            return Asked(stranger, group.node, self._asked[-1].operation_id, now_ms, request)
+        return Asked(self._owner, group.node, self._id(), now_ms, request)
+
+    def _request(self, kind: str, group: Known, epoch: int) -> Request:
+        name = group.block_group_id
+        match kind:
+            case "pin" | "unpin":
+                return Pin(block_group_id=name, epoch=epoch, request_id=f"req-{self._made}")
+            case "prepare_get":
+                return PrepareGet(block_group_id=name, epoch=epoch, request_id=f"req-{self._made}")
+            case "start_migrate":
+                others = [node for node in self._nodes if node != group.node]
+                dst = others[int(self._rng.integers(len(others)))] if others else group.node
+                return StartMigrate(block_group_id=name, epoch=epoch, src=group.node, dst=dst)
+            case "evict":
+                return Evict(block_group_id=name, epoch=epoch)
+            case _:
+                return Reserve(block_group_id=name, epoch=epoch, slots=int(self._rng.integers(1, SLOTS_MAX + 1)))
+
+    def _unpin(self, pin: Asked, now_ms: int) -> Asked:
+        request = pin.request
+        assert isinstance(request, Pin)
+        unpin = Unpin(block_group_id=request.block_group_id, epoch=0, request_id=request.request_id)
+        return Asked(pin.tenant, pin.node, self._id(), now_ms, unpin)
+
+    def _cancel(self, migration: Asked, now_ms: int) -> Asked:
+        request = migration.request
+        cancel = CancelMigrate(
+            block_group_id=request.block_group_id, epoch=request.epoch, migration_id=migration.operation_id
+        )  # fmt: skip
+        return Asked(migration.tenant, migration.node, self._id(), now_ms, cancel)
+
+    def _id(self) -> str:
+        self._made += 1
+        return f"{self._run}-{self._made}"
+
+
+def _pin_key(node: str, request: Pin | Unpin) -> tuple[str, str, str]:
+    return node, request.block_group_id, request.request_id
