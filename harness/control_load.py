@@ -18,7 +18,7 @@ from reference_impl.blockservice.node import TENANT
 from reference_impl.blockservice.store import Store
 from reference_impl.processes import end_child, last_line
 from reference_impl.secret import TOKEN_VARIABLE
-from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, read_rows
+from workloads.operation_rows import ControlRows, Invocation, joined, read_rows, rows_of_store
 from workloads.operations import OperationsPlan, Sample
 
 SPARE_S: Final = 120.0
@@ -81,23 +81,15 @@ def gathered(writer: RunWriter, nodes: list[str]) -> ControlRows:
     if _samples(writer).exists():
         for sample in read_rows(_samples(writer), Sample):
             writer.metric(sample.t_ns, CLIENTS, sample.name, sample.value)
-    rows = ControlRows(invocations=list(read_rows(_rows(writer), Invocation)) if _rows(writer).exists() else [])
-    for node in nodes:
-        path = writer.parts / f"blocks-{node}.sqlite"
-        if path.exists():
-            _add(rows, path, node)
-    return rows
+    asked = list(read_rows(_rows(writer), Invocation)) if _rows(writer).exists() else []
+    stores = [(node, writer.parts / f"blocks-{node}.sqlite") for node in nodes]
+    return joined([ControlRows(invocations=asked), *(_kept(node, path) for node, path in stores if path.exists())])
 
 
-def _add(rows: ControlRows, path: Path, node: str) -> None:
+def _kept(node: str, path: Path) -> ControlRows:
     store = Store(path, node)
     try:
-        rows.effects.extend(EffectRow(node=node, **msgspec.structs.asdict(effect)) for effect in store.effects())
-        rows.records.extend(RecordRow(node=node, **msgspec.structs.asdict(kept)) for kept in store.records())
-        for standing in store.finals():
-            fields = msgspec.structs.asdict(standing.group)
-            pins = msgspec.json.encode(standing.pins).decode()
-            rows.groups.append(FinalRow(node=node, tenant=standing.tenant, pins=pins, **fields))
+        return rows_of_store(node, store)
     finally:
         store.close()
 

@@ -1,4 +1,4 @@
-"""What there is of one operation: who asked for it, what changed, what is kept; and the world that it is judged against."""
+"""What there is of one operation: who asked for it, what changed, what is kept; and what it is judged against."""
 
 from __future__ import annotations
 

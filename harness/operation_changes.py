@@ -47,7 +47,7 @@ _request = msgspec.json.Decoder(Request).decode
 
 
 def explained(case: Case, world: World) -> Iterator[Breach]:
-    """Yield where an answer, what changed and the states of the group do not fit together (KVC-IDEM-005, -007, -009 to -011)."""
+    """Yield where an answer, what changed and the states of the group do not fit together."""
     answer, params = case.answer, case.params
     if answer is None or params is None:
         if case.effects and case.start_ns >= world.old_ns:

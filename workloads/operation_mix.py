@@ -18,6 +18,7 @@ from reference_impl.rules.blockgroups import (
     Evict,
     Pin,
     PrepareGet,
+    Refusal,
     Request,
     Reserve,
     StartMigrate,
@@ -83,8 +84,9 @@ class Mix:
         request = asked.request
         if not isinstance(request, Pin | Unpin) or asked.tenant != self._owner:
             return
-        unpinned = isinstance(request, Unpin) and (outcome == "ok" or refusal == "UNKNOWN_GROUP")
-        refused = isinstance(request, Pin) and outcome == "fail" and refusal not in ("", "ID_REUSED")
+        over = refusal in (Refusal.UNKNOWN_GROUP, Refusal.STALE_EPOCH)  # the group went, and its pins with it
+        unpinned = isinstance(request, Unpin) and (outcome == "ok" or over)
+        refused = isinstance(request, Pin) and outcome == "fail" and refusal not in (Refusal.NONE, Refusal.ID_REUSED)
         if unpinned or refused:
             self._pins.pop(_pin_key(asked.node, request), None)
 
@@ -141,7 +143,7 @@ class Mix:
     def _unpin(self, pin: Asked, now_ms: int) -> Asked:
         request = pin.request
         assert isinstance(request, Pin)
-        unpin = Unpin(block_group_id=request.block_group_id, epoch=0, request_id=request.request_id)
+        unpin = Unpin(block_group_id=request.block_group_id, epoch=request.epoch, request_id=request.request_id)
         return Asked(pin.tenant, pin.node, self._id(), now_ms, unpin)
 
     def _cancel(self, migration: Asked, now_ms: int) -> Asked:

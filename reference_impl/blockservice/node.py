@@ -53,6 +53,18 @@ class CallerGone(Unavailable):
     """Nobody waits for the answer any more, and nothing was done (KVC-IDEM-012)."""
 
 
+class _Caller:
+    """Who waits for an operation's answer."""
+
+    def __init__(self) -> None:
+        self.hung_up = False
+
+    def check(self) -> None:
+        """Raise CallerGone if nobody waits any more: the deadline is over, or he has hung up."""
+        if self.hung_up or remaining_s() == 0:
+            raise CallerGone("the caller has gone, and nothing was done")
+
+
 class Migrations(Protocol):
     """What a node leaves to its migrator."""
 
@@ -93,26 +105,34 @@ class BlockNode:
     async def write(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done:
         """Run an operation, or return what it came to before. Raises NoEngine, CallerGone, StoreError, QueueFull.
 
-        Once it is under way it goes on to its end, whether its caller waits or not: a retry finds its answer.
+        If the caller goes before it is queued for its commit, nothing is done; after that it goes on to its end, and a
+        retry finds its answer.
         """
-        task = asyncio.create_task(self._run(tenant, operation_id, issued_ms, request))
+        caller = _Caller()
+        task = asyncio.create_task(self._run(tenant, operation_id, issued_ms, request, caller))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller.hung_up = True
+            raise
 
     def _forget(self, task: asyncio.Task[Done]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited has it; nobody may have
 
-    async def _run(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done:
+    async def _run(
+        self, tenant: str, operation_id: str, issued_ms: int, request: Request, caller: _Caller
+    ) -> Done:  # fmt: skip
         key = (tenant, operation_id)
         self._running[key] = self._running.get(key, 0) + 1
         try:
             async with self.gate.operation((tenant, request.block_group_id)):
                 done = await self._saved(tenant, operation_id, request)
                 if done is None:
-                    done = await self._new(tenant, operation_id, issued_ms, request)
+                    done = await self._new(tenant, operation_id, issued_ms, request, caller)
         finally:
             self._running[key] -= 1
             if not self._running[key]:
@@ -127,11 +147,13 @@ class BlockNode:
             return None
         return Done(record.answer, True)
 
-    async def _new(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done:
+    async def _new(
+        self, tenant: str, operation_id: str, issued_ms: int, request: Request, caller: _Caller
+    ) -> Done:  # fmt: skip
+        caller.check()
         says = await self._ask_first(tenant, request)
-        if remaining_s() == 0:
-            raise CallerGone("the caller's deadline is over, and nothing was done")
         try:
+            caller.check()
             done = await self.writer.run(
                 Write(tenant=tenant, operation_id=operation_id, issued_ms=issued_ms, request=request, engine=says)
             )

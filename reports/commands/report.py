@@ -9,6 +9,8 @@ import click
 from harness.errors import BadInput
 from harness.run_folder import RunFolder
 from reports.comparison import summary_json
+from reports.control.page import write_control_page
+from reports.control.setup import has_control
 from reports.kv.page import write_at
 from reports.kv.setup import moves_kv
 from reports.kv.summary import summarise as kv_summary
@@ -23,13 +25,30 @@ def command(runs: tuple[Path, ...], out: Path | None) -> None:
     """Draw a page for each RUN folder: RUN/report.html, one file that works offline.
 
     Given one cold and one shadow run, draw the page that compares them instead, with its summary.json. Runs in which
-    KV moves from prefill to decode engines share one page, of one scenario, with its summary.json. With --out DIR a
-    comparison or a single page becomes DIR/index.html, several pages DIR/<name of the run folder>.html.
+    KV moves from prefill to decode engines share one page, of one scenario, with its summary.json. A run with a control
+    plane has a page of its own, with its summary.json. With --out DIR a comparison or a single page becomes
+    DIR/index.html, several pages DIR/<name of the run folder>.html (of control planes: DIR/<that name>/index.html).
     """
-    folders = [RunFolder(path) for path in runs]
-    made = _kv(folders, out) if any(moves_kv(folder) for folder in folders) else _others(folders, out)
-    for path in made:
+    for path in _made([RunFolder(path) for path in runs], out):
         click.echo(path)
+
+
+def _made(folders: list[RunFolder], out: Path | None) -> list[Path]:
+    if any(has_control(folder) for folder in folders):
+        return _control(folders, out)
+    return _kv(folders, out) if any(moves_kv(folder) for folder in folders) else _others(folders, out)
+
+
+def _control(folders: list[RunFolder], out: Path | None) -> list[Path]:
+    """Write a page for each run, with its summary beside it."""
+    if other := [folder.path for folder in folders if not has_control(folder)]:
+        raise BadInput(f"there is no control plane in {other[0]}, as there is in others of these runs; draw them apart")
+    places = [folder.path / "report.html" for folder in folders]
+    if out is not None:
+        places = [out / "index.html"] if len(folders) == 1 else [out / n / "index.html" for n in _names(folders, out)]
+    for folder, place in zip(folders, places, strict=True):
+        write_control_page(folder, place)
+    return places
 
 
 def _kv(folders: list[RunFolder], out: Path | None) -> list[Path]:
@@ -62,7 +81,12 @@ def _pages(folders: list[RunFolder], out: Path | None) -> list[Path]:
         return [write_run_page(run, run.path / "report.html") for run in folders]
     if len(folders) == 1:
         return [write_run_page(folders[0], out / "index.html")]
+    return [write_run_page(run, out / f"{name}.html") for run, name in zip(folders, _names(folders, out), strict=True)]
+
+
+def _names(folders: list[RunFolder], out: Path) -> list[str]:
+    """Return the folders' names, each of which must be one page's alone."""
     names = [run.path.resolve().name for run in folders]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise BadInput(f"two run folders are called {twice[0]}, and so would be their pages in {out}; draw them apart")
-    return [write_run_page(run, out / f"{name}.html") for run, name in zip(folders, names, strict=True)]
+    return names

@@ -1,8 +1,8 @@
 """What became of the operations that each kind of fault caught under way.
 
-Caught by a crash: every write under way at the node. By a fault that the process survives: the writes of the method that
-passed the fail point, of those that were under way there, unless the row shows that no attempt of it went without an
-answer. Which of several it was nobody wrote down, so all of them are looked at.
+Caught by a crash: every write under way at the node. By a fault that the process survives: of the writes under way
+there, those of the method that passed the fail point, but not one whose row shows that its only attempt was answered
+(of a request worked on twice: all). Which of several it was nobody wrote down, so all of them are looked at.
 """
 
 from __future__ import annotations

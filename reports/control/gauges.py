@@ -86,6 +86,6 @@ def breaker(run: RunFolder) -> Breaker:
     rows = run.metrics[(run.metrics.name == "circuit_breaker_state") & (run.metrics.node == CLIENTS)]
     values = rows.sort_values("t_ns").value
     return Breaker(
-        samples=len(values), half_open=int((values == 1).sum()), open=int((values == 2).sum()),  # noqa: PLR2004
+        samples=len(values), half_open=int((values == 1).sum()), open=int((values == 2).sum()),
         last=None if values.empty else float(values.iloc[-1]),
     )  # fmt: skip

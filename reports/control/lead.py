@@ -13,10 +13,11 @@ def lead(summary: ControlSummary) -> str:
     if not c.invocations:
         return "Nothing was asked of the control plane."
     begin = "Seen, but not proved: " if summary.verdict in (Verdict.INCONCLUSIVE, Verdict.ERROR) else ""
+    asked = f"{words.plural(c.operations, 'operation')} in {words.duration(summary.seconds)}{_through(summary.proved)}"
+    answers = f"{c.retried:,} retried, {c.replayed:,} answers replayed, {c.refused:,} refused"
     return (
-        f"{begin}{words.plural(c.operations, 'operation')} in {words.duration(summary.seconds)}{_through(summary.proved)}: "
-        f"{c.retried:,} retried, {c.replayed:,} answers replayed, {c.refused:,} refused, {summary.unresolved:,} of unknown outcome; "
-        f"{effects(c.double_effects)}, and {_users(summary)}."
+        f"{begin}{asked}: {answers}, {summary.unresolved:,} of unknown outcome; {effects(c.double_effects)}, and "
+        f"{_users(summary)}."
     )
 
 
@@ -37,6 +38,6 @@ def _through(proved: Proved) -> str:
 def _users(summary: ControlSummary) -> str:
     u = summary.users
     if u.wrong:
-        return f"{words.plural(u.wrong, 'user')} got a wrong answer" if u.wrong == 1 else f"{u.wrong:,} users' answers were wrong"
+        return "1 user's answer was wrong" if u.wrong == 1 else f"{u.wrong:,} users' answers were wrong"
     checked = u.ok - u.unchecked
     return "no user's answer was wrong" if checked > 0 else "no user's answer could be checked"

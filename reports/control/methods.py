@@ -1,4 +1,4 @@
-"""How long each method took its callers, and how many attempts it needed; and what users of the engines saw meanwhile."""
+"""How long each method took its callers, and in how many attempts; and what users of the engines saw meanwhile."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     """Started -> ended; None: it had not."""
     size_bytes: int
-    steps: list[str]
-    """What the nodes said of it, in order."""
     owner: str
     """At the end of the run; "": nobody has it any more."""
-    starts: int
-    """Invocations of its start, and their attempts."""
+    steps: list[str] = []
+    """What the nodes said of it, in order."""
+    starts: int = 0
+    """Attempts to start it, of all calls that asked for it."""
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,28 +67,40 @@ def moves(run: RunFolder) -> list[Move]:
             changes[effect.node, effect.tenant, effect.key].append(effect)
         elif effect.kind == "group" and (group := known(effect.after or effect.before)) is not None:
             sizes[effect.tenant, effect.block_group_id] = group.size_bytes
-    steps: dict[str, list[Event]] = defaultdict(list)
+    steps: dict[str, list[str]] = defaultdict(list)
     for event in run.events_of(EventKind.MIGRATION_MOVED):
-        steps[event.subject].append(event)
+        steps[event.subject].append(_step(event))
     starts: Counter[tuple[str, str, str]] = Counter()
     for i in run.control.invocations:
         starts[i.node, i.tenant, i.operation_id] += i.attempts
     owners = {(row.tenant, row.block_group_id): row.node for row in run.control.groups if _owns(row)}
-    found = []
-    for (node, tenant, name), of in changes.items():
-        of.sort(key=lambda e: e.seq)
-        last = msgspec.json.decode(of[-1].after, type=Migration)
-        ended = next((e for e in of if msgspec.json.decode(e.after, type=Migration).status.ended), None)
-        group = (tenant, last.block_group_id)
-        found.append(
-            Move(
-                operation_id=name, tenant=tenant, block_group_id=last.block_group_id, src=last.src, dst=last.dst,
-                status=last.status, reason=last.reason, started_ns=of[0].at_ns,
-                seconds=None if ended is None else (ended.at_ns - of[0].at_ns) / 1e9, size_bytes=sizes.get(group, 0),
-                steps=[_step(e) for e in steps[name]], owner=owners.get(group, ""), starts=starts[node, tenant, name],
-            )
-        )  # fmt: skip
-    return sorted(found, key=lambda m: m.started_ns)
+    found = [_move(key, sorted(of, key=_seq), sizes, owners) for key, of in changes.items()]
+    whole = [
+        msgspec.structs.replace(m, steps=steps[m.operation_id], starts=starts[m.src, m.tenant, m.operation_id])
+        for m in found
+    ]
+    return sorted(whole, key=lambda m: m.started_ns)
+
+
+def _seq(effect: EffectRow) -> int:
+    return effect.seq
+
+
+def _move(
+    key: tuple[str, str, str], of: list[EffectRow], sizes: dict[tuple[str, str], int],
+    owners: dict[tuple[str, str], str],
+) -> Move:  # fmt: skip
+    _, tenant, name = key
+    states = [(e.at_ns, msgspec.json.decode(e.after, type=Migration)) for e in of]
+    last = states[-1][1]
+    ended_ns = next((at_ns for at_ns, state in states if state.status.ended), None)
+    group = (tenant, last.block_group_id)
+    return Move(
+        operation_id=name, tenant=tenant, block_group_id=last.block_group_id, src=last.src, dst=last.dst,
+        status=last.status, reason=last.reason, started_ns=of[0].at_ns,
+        seconds=None if ended_ns is None else (ended_ns - of[0].at_ns) / 1e9, size_bytes=sizes.get(group, 0),
+        owner=owners.get(group, ""),
+    )  # fmt: skip
 
 
 def summarise_moves(run: RunFolder, found: list[Move]) -> Moves:

@@ -118,7 +118,9 @@ def _has_timeout(facts: Facts) -> Said:
 def _below_upstream(facts: Facts) -> Said:
     log, policy = facts.log, facts.policy
     if log.matched:
-        text = f"{log.matched:,} attempts stand beside the line of their call in the clients' log; {log.over_upstream:,} "
+        text = (
+            f"{log.matched:,} attempts stand beside the line of their call in the clients' log; {log.over_upstream:,} "
+        )
         return not log.over_upstream, text + "had more time left than their call had in all."
     if policy is None or policy.call_timeout_s is None or log.timeout_ms_max is None:
         return None, "This run holds no line of a caller's own to compare the services' with."
@@ -143,7 +145,9 @@ def _bounded_retries(facts: Facts) -> Said:
     every, policy = facts.methods["all"], facts.policy
     limit = policy.attempts_max if policy else None
     over = limit is not None and every.attempts_max > limit
-    parts = [f"At most {words.plural(every.attempts_max, 'attempt')} a call" + (f", of {limit} allowed" if limit else "")]
+    parts = [
+        f"At most {words.plural(every.attempts_max, 'attempt')} a call" + (f", of {limit} allowed" if limit else "")
+    ]
     short = _too_soon(facts)
     if short is not None:
         parts.append(f"{short:,} calls took less time than the pauses before their attempts, at their shortest")
@@ -210,8 +214,8 @@ def _pins(facts: Facts) -> Said:
     late = sum(i.refusal == Refusal.UNPINNED_BEFORE for i in rows)
     left = sum(len(msgspec.json.decode(row.pins, type=list[str])) for row in facts.run.control.groups)
     text = (
-        f"Of {len(rows):,} pins and unpins {again:,} came more than once; {late:,} pins came after their unpin and were "
-        f"refused. {left:,} pins stand at the end."
+        f"Of {len(rows):,} pins and unpins {again:,} came more than once; {late:,} pins came after their unpin and "
+        f"were refused. {left:,} pins stand at the end."
     )
     return (True if again else None), text
 

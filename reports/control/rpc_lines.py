@@ -120,6 +120,9 @@ def _against_upstream(lines: list[RpcLine]) -> tuple[int, int]:
     """Hold what attempts had left at the services against what their call had in all, by request id."""
     limits = {line.of("request_id"): int(line.of("timeout_ms")) for line in lines
               if line.owner == CLIENTS and line.of("request_id") and line.of("timeout_ms").isdigit()}  # fmt: skip
-    held = [(int(line.of("timeout_ms")), limits[line.of("request_id")]) for line in lines
-            if line.owner != CLIENTS and line.of("request_id") in limits and line.of("timeout_ms").isdigit()]  # fmt: skip
+    held = [
+        (int(line.of("timeout_ms")), limits[line.of("request_id")])
+        for line in lines
+        if line.owner != CLIENTS and line.of("request_id") in limits and line.of("timeout_ms").isdigit()
+    ]
     return len(held), sum(left > limit for left, limit in held)

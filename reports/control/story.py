@@ -1,4 +1,4 @@
-"""One retried operation, followed through the run: what its client did, what its node said, and the lines of the logs."""
+"""One retried operation, followed through the run: what its client did, what its node said, its lines in the logs."""
 
 from __future__ import annotations
 
@@ -127,20 +127,18 @@ def _refusal(event: Event) -> str:
 
 
 def _around(event: Event) -> Step | None:
+    """Return a step of a block service or of the harness; None of what is no news here: a fail point that is armed."""
     detail, node = event.detail, node_of(event)
+    who, text = f"{node} blocks", ""
     match event.kind:
         case EventKind.FAIL_POINT_REACHED:
-            return Step(event.t_ns, f"{node} blocks", f"fail point {event.subject}: {detail.get('action')}", False)
-        case EventKind.FAULT_INJECTED:
-            if detail.get("point"):
-                return None  # armed: what counts is when it was reached
-            return Step(event.t_ns, "harness", f"{detail.get('fault')} of {detail.get('target') or node}", False)
+            text = f"fail point {event.subject}: {detail.get('action')}"
+        case EventKind.FAULT_INJECTED if not detail.get("point"):
+            who, text = "harness", f"{detail.get('fault')} of {detail.get('target') or node}"
         case EventKind.BLOCKS_LINKED:
-            return Step(event.t_ns, f"{node} blocks", "its engine has told what it holds", False)
+            text = "its engine has told what it holds"
         case EventKind.PROCESS_EXITED if is_service(event.subject):
             text = f"process {detail.get('pid')} has ended with status {detail.get('status')}"
-            return Step(event.t_ns, event.subject, text, False)
         case EventKind.PROCESS_STARTED if is_service(event.subject):
-            return Step(event.t_ns, event.subject, f"process {detail.get('pid')} is started", False)
-        case _:
-            return None
+            text = f"process {detail.get('pid')} is started"
+    return Step(event.t_ns, who, text, False) if text else None

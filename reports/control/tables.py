@@ -79,7 +79,11 @@ def user_table(summary: ControlSummary) -> Table:
     """Return what users of the engines saw: before the first fault, after it, and while a block service was away."""
     u = summary.users
     heads = ["Before the first fault", "After it", "Block service away"]
-    ttft = [("ttft_before_ms", u.ttft_before_ms), ("ttft_after_ms", u.ttft_after_ms), ("ttft_during_ms", u.ttft_during_ms)]
+    ttft = [
+        ("ttft_before_ms", u.ttft_before_ms),
+        ("ttft_after_ms", u.ttft_after_ms),
+        ("ttft_during_ms", u.ttft_during_ms),
+    ]
     gap = [("gap_before_ms", u.gap_before_ms), ("gap_after_ms", u.gap_after_ms)]
     rows = [
         ("TTFT", "median, p99", [_latency(summary, h, *pair) for h, pair in zip(heads, ttft, strict=True)]),
@@ -92,10 +96,13 @@ def user_table(summary: ControlSummary) -> Table:
 def user_counts(summary: ControlSummary) -> list[Row]:
     """Return the load's requests, in counts."""
     named = [
-        ("Requests", "of users, to the engines", "requests"), ("Answered", "whole", "ok"),
-        ("Failed", "the client saw an error", "failed"), ("Unknown", "still running at the end", "unknown"),
+        ("Requests", "of users, to the engines", "requests"),
+        ("Answered", "whole", "ok"),
+        ("Failed", "the client saw an error", "failed"),
+        ("Unknown", "still running at the end", "unknown"),
         ("Wrong answers", "tokens differ from the oracle's: must be 0", "wrong"),
-        ("Under way", "while a block service was away", "during"), ("of them failed", "", "during_failed"),
+        ("Under way", "while a block service was away", "during"),
+        ("of them failed", "", "during_failed"),
     ]
     return [Row(t, note, [Cell("", figure(summary, f"users.{name}"))]) for t, note, name in named]
 

@@ -181,6 +181,7 @@ async def without_faults(folder: Path, requests: list[tuple[str, Request]]) -> A
 CRASHES = [(point, action) for point in Point if not point.startswith("migration") for action in ENDS]
 
 
+@pytest.mark.rule("KVC-IDEM-002", "KVC-IDEM-003")
 @pytest.mark.parametrize(("point", "action"), CRASHES, ids=str)
 async def test_a_crash_anywhere_and_a_retry_at_the_successor_have_one_effect(
     tmp_path: Path, point: Point, action: Action
@@ -262,6 +263,7 @@ def test_every_point_is_tried_with_everything_that_can_be_done_there() -> None:
     assert tried == {(p, a) for p, actions in POSSIBLE.items() for a in actions if not p.startswith("migration")}
 
 
+@pytest.mark.rule("KVC-IDEM-001")
 @pytest.mark.parametrize(("point", "action", "seen", "had_run"), SURVIVED, ids=lambda x: str(getattr(x, "__name__", x)))
 async def test_a_fault_that_the_process_survives_and_a_retry_have_one_effect(
     tmp_path: Path, point: Point, action: Action, seen: Callable[..., Any], had_run: bool | None

@@ -292,7 +292,7 @@ def test_the_owner_changes_when_a_migration_succeeds_and_only_then():
 
 
 @pytest.mark.parametrize(
-    ("status", "over"), zip(MigrationStatus, (False, False, True, True, True), strict=True)
+    ("status", "over"), list(zip(MigrationStatus, (False, False, True, True, True), strict=True))
 )  # fmt: skip
 def test_a_migration_has_ended_or_not(status, over):
     assert status.ended is over

@@ -80,7 +80,11 @@ def _line(rows: list[dict[str, float]], name: str, x: alt.X, scale: alt.Scale) -
 
 
 def _outage(result: StormResult, x: alt.X) -> list[alt.Chart]:
-    row: dict[str, Any] = {"x": result.outage_from_ms / 1e3, "end": result.outage_to_ms / 1e3, "text": "server stands still"}
+    row: dict[str, Any] = {
+        "x": result.outage_from_ms / 1e3,
+        "end": result.outage_to_ms / 1e3,
+        "text": "server stands still",
+    }
     base = alt.Chart(data([row])).encode(x=x)
     shade = base.mark_rect(color="var(--ink-2)", opacity=0.16, clip=True).encode(x2=alt.X2("end:Q"))
     text = base.mark_text(align="left", baseline="top", dx=4, dy=2, fontSize=10, color="var(--ink-2)")

@@ -124,7 +124,7 @@ def _drawn(found: Read, node: str, of: _Counts, time: _Time, highest: float) -> 
                 x=x, x2=alt.X2("end:Q")
             ),
             applied.mark_area(interpolate="step-after", color="var(--shadow)", opacity=0.22, clip=True),
-            applied.mark_line(interpolate="step-after", color="var(--shadow)", strokeWidth=1.6, clip=True),
+            _line(lines[0], x, scale, "var(--shadow)", []),
             _line(lines[1], x, scale, "var(--cold)", []), _line(lines[2], x, scale, "var(--bad)", [4, 3]),
             *_fault_layers(marks, x),
         ]  # fmt: skip
