@@ -29,7 +29,7 @@ REMEMBERED: Final = 256
 """Operations that may be asked for once more."""
 SLOTS_MAX: Final = 8
 KINDS: Final = {
-    "pin": 0.18, "unpin": 0.24, "reserve": 0.24, "prepare_get": 0.03, "start_migrate": 0.08, "cancel_migrate": 0.02,
+    "pin": 0.18, "unpin": 0.24, "reserve": 0.24, "prepare_get": 0.012, "start_migrate": 0.08, "cancel_migrate": 0.02,
     "evict": 0.02, "again": 0.12, "changed": 0.03, "stale": 0.02, "future": 0.01, "foreign": 0.01,
 }  # fmt: skip
 """Shares of what is done."""
@@ -71,7 +71,7 @@ class Mix:
         """Return what is to be done next; None if there is nothing to do it with yet."""
         kind = self._names[self._rng.choice(len(self._names), p=self._shares)]
         asked = self._old(kind) or self._new(kind, known, now_ms)
-        if asked is not None:
+        if asked is not None and kind != "changed":
             self._note(asked)
         return asked
 

@@ -1,14 +1,15 @@
 """The service's side of the link to its node's engine: a private socket (0600) at which the engine introduces itself.
 
-At most one engine is linked; a new one takes its place. It is told everything that is to be so before anything else is
-asked of it.
+At most one engine is linked; a new one takes its place, and the one before is heard no more. An engine is told
+everything that is to be so before anything else is asked of it. Whenever one side cannot be sure of the other any more
+(an answer that does not come, a message that could not be taken in), the connection ends, so that it is told anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,10 @@ HELLO_LIMIT_S: Final = 5.0
 HEARD_MAX: Final = 1024
 """Messages of an engine that wait to be taken in."""
 
+AGAIN_S: Final = 0.5
+"""Between two tries to take in an engine, while the store cannot."""
+_LOGGER: Final = logging.getLogger(__name__)
+
 Wire = link.Stream[link.FromEngine]
 
 
@@ -33,7 +38,8 @@ class NoEngine(Unavailable):
 class EngineLink:
     """Where the engine is reached. `came` is awaited with its introduction, `said` with what it says by itself.
 
-    While `came` runs the engine can be asked, by `came` only.
+    While `came` runs the engine can be asked, by `came` only. `ask_limit_s` is how long an answer may take,
+    `hello_limit_s` an introduction.
     """
 
     def __init__(
@@ -41,10 +47,18 @@ class EngineLink:
         path: Path,
         came: Callable[[link.Hello], Awaitable[None]],
         said: Callable[[link.Publish | link.Gone | link.Ended], Awaitable[None]],
+        *,
+        ask_limit_s: float = ASK_LIMIT_S,
+        hello_limit_s: float = HELLO_LIMIT_S,
     ) -> None:
         self._path, self._came, self._said = path, came, said
+        self._ask_limit_s, self._hello_limit_s = ask_limit_s, hello_limit_s
         self._server: asyncio.Server | None = None
         self._wire: Wire | None = None
+        self._listening: asyncio.Task[None] | None = None
+        """Takes in what the linked engine says, after `came`."""
+        self._told = False
+        """Whether `came` has run."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[link.Said]] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -63,18 +77,21 @@ class EngineLink:
             raise PermissionError(f"{self._path} must be private (0600)")
 
     async def ask(self, question: link.Question) -> link.Said:
-        """Return the engine's answer. Raises NoEngine."""
+        """Return the engine's answer. Raises NoEngine; then it may have done what it was asked, and is told anew."""
         wire = self._wire
         if wire is None:
             raise NoEngine("no engine is linked to this node's block service")
+        if not self._told and asyncio.current_task() is not self._listening:
+            raise NoEngine("the engine has only just come, and is being told what there is")
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             wire.send(link.Ask(number, question))
-            said: link.Said = await asyncio.wait_for(answered, ASK_LIMIT_S)
+            said: link.Said = await asyncio.wait_for(answered, self._ask_limit_s)
             return said
         except TimeoutError as error:
-            raise NoEngine(f"the engine did not answer within {ASK_LIMIT_S:g} s") from error
+            wire.part()  # it may do what it was asked later, for nobody
+            raise NoEngine(f"the engine did not answer within {self._ask_limit_s:g} s") from error
         finally:
             del self._waiting[number]
 
@@ -85,6 +102,8 @@ class EngineLink:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
+        if self._listening is not None:
+            await asyncio.wait([self._listening])
         self._path.unlink(missing_ok=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +113,7 @@ class EngineLink:
             task.add_done_callback(self._serving.discard)
         wire: Wire = link.Stream(reader, writer, link.FromEngine)
         try:
-            async with asyncio.timeout(HELLO_LIMIT_S):
+            async with asyncio.timeout(self._hello_limit_s):
                 hello = await wire.receive()
             if isinstance(hello, link.Hello):
                 await self._serve(wire, hello)
@@ -105,13 +124,17 @@ class EngineLink:
 
     async def _serve(self, wire: Wire, hello: link.Hello) -> None:
         """Serve one engine to its end."""
+        before = self._listening
         self._leave()
-        self._wire, self.incarnation = wire, hello.incarnation
+        self._wire, self.incarnation, self._told = wire, hello.incarnation, False
         heard: asyncio.Queue[link.Publish | link.Gone | link.Ended] = asyncio.Queue(HEARD_MAX)
-        listening = asyncio.create_task(self._listen(hello, heard))
+        self._listening = listening = asyncio.create_task(self._listen(wire, hello, heard, before))
+        listening.add_done_callback(lambda _: wire.part() if self._wire is wire else None)
         try:
             while True:
                 message = await wire.receive()
+                if self._wire is not wire:
+                    continue  # another one has its place: it is heard no more, and may go when it likes
                 if isinstance(message, link.Said):
                     self._answered(message)
                 elif not isinstance(message, link.Hello):
@@ -119,17 +142,28 @@ class EngineLink:
         except asyncio.QueueFull:
             return  # it is told everything when it comes back
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
             if self._wire is wire:
                 self._leave()
+            listening.cancel()
 
-    async def _listen(self, hello: link.Hello, heard: asyncio.Queue[link.Publish | link.Gone | link.Ended]) -> None:
+    async def _listen(
+        self, wire: Wire, hello: link.Hello, heard: asyncio.Queue[link.Publish | link.Gone | link.Ended],
+        before: asyncio.Task[None] | None,
+    ) -> None:  # fmt: skip
         """Take in what the engine says, in order: beside what it answers, for that may be waited for meanwhile."""
-        with contextlib.suppress(NoEngine):
+        if before is not None:
+            before.cancel()
+            await asyncio.wait([before])
+        try:
             await self._came(hello)
+            self._told = self._told or self._wire is wire
             while True:
                 await self._said(await heard.get())
+        except NoEngine:
+            return
+        except Exception as error:  # of the store, as a rule: the engine comes back and is heard again
+            _LOGGER.warning("what the engine says could not be taken in: %s", error)
+            await asyncio.sleep(AGAIN_S)
 
     def _answered(self, said: link.Said) -> None:
         waiting = self._waiting.get(said.number)
@@ -138,7 +172,7 @@ class EngineLink:
 
     def _leave(self) -> None:
         """Let the engine go that is linked: whatever it was asked fails."""
-        self._wire, self.incarnation = None, ""
+        self._wire, self.incarnation, self._told = None, "", False
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(NoEngine("the engine has gone"))

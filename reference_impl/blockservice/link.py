@@ -17,6 +17,8 @@ import msgspec
 from reference_impl.rules.blockgroups import Group
 
 FRAME_BYTES_MAX: Final = 32 << 20
+UNSENT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+"""What may wait for a peer that does not read; with more he is let go, and told everything when he comes back."""
 _HEADER: Final = struct.Struct("!I")
 
 
@@ -67,7 +69,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
 
 
 class Noted(msgspec.Struct, frozen=True, tag="noted"):
-    """Know that a published group is written down."""
+    """Know that a published group is written down; until then nobody means it by its name."""
 
     block_group_id: str
 
@@ -139,7 +141,7 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """These groups' blocks have been used for something else."""
+    """These groups' blocks have been used for something else; they may be here again by the time this is heard."""
 
     block_group_ids: list[str]
 
@@ -167,6 +169,9 @@ class Stream(Generic[M]):
 
     def send(self, message: Ask | FromEngine) -> None:
         """Send a message; what does not leave is noticed by `receive`."""
+        if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self._writer.transport.abort()
+            return
         body = msgspec.msgpack.encode(message)
         self._writer.write(_HEADER.pack(len(body)) + body)
 
@@ -183,8 +188,13 @@ class Stream(Generic[M]):
             raise LinkBroken(f"a frame that nobody understands: {error}") from error
         return message
 
+    def part(self) -> None:
+        """End the connection at once; `receive` says so on both sides."""
+        self._writer.transport.abort()
+
     async def close(self) -> None:
-        """Close the connection. Harmless when it is closed."""
+        """Close the connection. Harmless when it is closed; what has not left by then never will."""
         self._writer.close()
+        self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

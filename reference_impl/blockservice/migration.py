@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Final, Protocol
 
@@ -18,10 +20,12 @@ import msgspec
 
 from reference_impl.blockservice import link
 from reference_impl.blockservice.engine_link import NoEngine
+from reference_impl.blockservice.errors import Unavailable
 from reference_impl.blockservice.failpoints import FailPoints, Point
 from reference_impl.blockservice.node import BlockNode
 from reference_impl.blockservice.store import StoreError
 from reference_impl.blockservice.wire import AcceptOrder, Copy, SettleOrder
+from reference_impl.blockservice.writer import QueueFull
 from reference_impl.rules.blockgroups import Group, GroupState, Migration, MigrationStatus
 from reference_impl.rules.events import EventKind
 
@@ -30,6 +34,7 @@ LIMIT_S: Final = 30.0
 LOOK_S: Final = 0.05
 RETRY_S: Final = 0.2
 RETRY_S_MAX: Final = 2.0
+_LOGGER: Final = logging.getLogger(__name__)
 
 
 class PeerUnreachable(Exception):
@@ -69,6 +74,8 @@ class Migrator:
         self._driving: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._paying: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Copies that wait for their share of the bucket, or have had it: asked again, they take no more."""
+        self._lent: dict[tuple[str, str], str] = {}
+        """The token of the loan that a migration has given its target."""
         node.migrations = self
 
     async def resume(self) -> None:
@@ -80,7 +87,7 @@ class Migrator:
         """See a migration to its end; harmless while that is done, or if there is none."""
         key = (tenant, operation_id)
         if key not in self._driving:
-            task = self._driving[key] = asyncio.create_task(self._drive(tenant, operation_id))
+            task = self._driving[key] = asyncio.create_task(self._drive_to_the_end(tenant, operation_id))
             task.add_done_callback(lambda _: self._driving.pop(key, None))
 
     async def close(self) -> None:
@@ -91,6 +98,18 @@ class Migrator:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # The source's side.
+
+    async def _drive_to_the_end(self, tenant: str, operation_id: str) -> None:
+        """Drive, and start again where it stands when the store fails: nobody else would until the next restart."""
+        pause_s = RETRY_S
+        while True:
+            try:
+                await self._drive(tenant, operation_id)
+                return
+            except (StoreError, QueueFull, Unavailable) as error:
+                _LOGGER.warning("migration %s waits: %s", operation_id, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
 
     async def _drive(self, tenant: str, operation_id: str) -> None:
         migration = await self._node.call(lambda store: store.migration(tenant, operation_id))
@@ -118,19 +137,22 @@ class Migrator:
 
     async def _order(self, tenant: str, migration: Migration) -> AcceptOrder:
         """Lend the group to the target."""
+        key = (tenant, migration.operation_id)
         while True:
-            group = await self._group(tenant, migration)
-            token = self._node.new_token(group)
-            with contextlib.suppress(NoEngine):
-                said = await self._node.ask(link.Lend(group.block_group_id, token))
-                if said.handoff:
-                    break
-                raise _Failed(said.problem or "its blocks are not here any more")
+            async with self._node.gate.operation((tenant, migration.block_group_id)):
+                group = await self._group(tenant, migration)
+                place = self._node.new_place(group)
+                self._lent[key] = place.transfer_token
+                with contextlib.suppress(NoEngine):
+                    said = await self._node.ask(link.Lend(group.block_group_id, place.transfer_token))
+                    if said.handoff:
+                        break
+                    raise _Failed(said.problem or "its blocks are not here any more")
             await asyncio.sleep(RETRY_S)  # the engine is away: if it died, the group went with it, and we shall be told
-        place = self._node.place(group, token, said.handoff)
         return AcceptOrder(
-            operation_id=migration.operation_id, tenant=tenant, group=group, digests=tuple(said.digests), place=place
-        )
+            operation_id=migration.operation_id, tenant=tenant, group=group, digests=tuple(said.digests),
+            place=msgspec.structs.replace(place, handoff=said.handoff),
+        )  # fmt: skip
 
     async def _copied(self, tenant: str, migration: Migration, order: AcceptOrder) -> None:
         """Return once the target has its copy. Raises _Failed."""
@@ -163,6 +185,10 @@ class Migrator:
         status = MigrationStatus.FAILED if problem else MigrationStatus.SUCCEEDED
         name, operation_id = migration.block_group_id, migration.operation_id
         async with self._node.gate.operation((tenant, name)):
+            token = self._lent.pop((tenant, operation_id), "")
+            if token:  # nobody is to begin to read it now; who reads already ends the loan himself
+                with contextlib.suppress(NoEngine):
+                    await self._node.ask(link.TakeBack(token))
             ended = await self._node.call(lambda store: store.end_migration(tenant, operation_id, status, problem))
             if ended is not None and ended.status is MigrationStatus.SUCCEEDED:
                 await self._reach(Point.MIGRATION_DECIDED)
@@ -203,6 +229,9 @@ class Migrator:
         if not await self._paid(tenant, operation_id, order.group.size_bytes):
             return Copy.ARRIVING, ""
         async with self._node.gate.operation((tenant, name)):
+            if await self._node.call(lambda store: store.arriving(tenant, operation_id)) is None:
+                self._paying.pop((tenant, operation_id), None)
+                return Copy.SETTLED, ""  # meanwhile
             fetch = link.Fetch(_named(tenant, operation_id), order.group, list(order.digests), order.place.handoff)
             said = await self._node.ask(fetch)
         if said.copy is None:
@@ -218,7 +247,7 @@ class Migrator:
         await asyncio.wait([paying], timeout=LOOK_S)
         if not paying.done():
             return False
-        if paying.exception() is not None:
+        if paying.exception() is not None and self._paying.get(key) is paying:
             del self._paying[key]
         paying.result()
         return True
@@ -258,5 +287,6 @@ class Migrator:
 
 
 def _named(tenant: str, operation_id: str) -> str:
-    """Return what the engine calls a migration: ids are a tenant's own."""
-    return msgspec.json.encode([tenant, operation_id]).decode()
+    """Return what the engine calls a migration: ids are a tenant's own, and may be longer than those of readers."""
+    named = msgspec.json.encode([tenant, operation_id])
+    return f"move-{hashlib.blake2b(named, digest_size=16).hexdigest()}"

@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
 
 from reference_impl.blockservice import link
 from reference_impl.blockservice.deadline import remaining_s
 from reference_impl.blockservice.engine_link import EngineLink, NoEngine
 from reference_impl.blockservice.errors import Unavailable
 from reference_impl.blockservice.gate import Gate
-from reference_impl.blockservice.store import Done, Store, Write
+from reference_impl.blockservice.store import Done, Store, StoreError, Write
 from reference_impl.blockservice.wire import AcceptOrder, Copy, Known, SettleOrder
-from reference_impl.blockservice.writer import Writer
+from reference_impl.blockservice.writer import QueueFull, Writer, WriterClosed
 from reference_impl.rules.blockgroups import (
     Answer,
     CancelMigrate,
@@ -45,6 +47,8 @@ TENANT: Final = "default"
 """Whose groups this deployment's engines publish: requests to them carry no tenant."""
 LOAN_MS: Final = 30_000
 """What a transfer token is good for, unless the engine's terms say less."""
+AGAIN_S: Final = 0.2
+"""Between two tries to tell the engine what the store could not say for the moment."""
 T = TypeVar("T")
 Say = Callable[..., object]
 
@@ -98,7 +102,11 @@ class BlockNode:
         self._retention = retention or Retention()
         self._running: dict[tuple[str, str], int] = {}
         """Operations that are under way, by tenant and id."""
-        self._tasks: set[asyncio.Task[Done]] = set()
+        self._lending: dict[str, bool] = {}
+        """Tokens of loans whose transfer is not written down yet, and whether they have ended already."""
+        self._telling: set[tuple[str, str]] = set()
+        """Groups of which the engine is told again and again, until that has come to something."""
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # Writes.
 
@@ -109,16 +117,23 @@ class BlockNode:
         retry finds its answer.
         """
         caller = _Caller()
-        task = asyncio.create_task(self._run(tenant, operation_id, issued_ms, request, caller))
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
         try:
-            return await asyncio.shield(task)
+            return await self._to_the_end(self._run(tenant, operation_id, issued_ms, request, caller))
         except asyncio.CancelledError:
             caller.hung_up = True
             raise
 
-    def _forget(self, task: asyncio.Task[Done]) -> None:
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have some work done, even if whoever waits for it is cancelled."""
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited has it; nobody may have
@@ -160,9 +175,23 @@ class BlockNode:
         except BaseException:
             await self._undo(tenant, request, says)
             raise
-        with contextlib.suppress(NoEngine):  # it will be told everything when it comes back
+        self._drive_on(tenant, request, done)
+        try:
             await self._tell_engine(tenant, request, says, done)
+        except NoEngine:
+            pass  # it will be told everything when it comes back
+        except (StoreError, QueueFull):
+            self._tell_later(tenant, request.block_group_id)
+        finally:
+            if says.place is not None:
+                self._lending.pop(says.place.transfer_token, None)
         return done
+
+    def _drive_on(self, tenant: str, request: Request, done: Done) -> None:
+        """Hand a migration that has been started or cancelled to the migrator, whatever becomes of all else."""
+        migration = done.answer.migration
+        if isinstance(request, StartMigrate | CancelMigrate) and done.answer.applied and migration is not None:
+            self.migrations.drive(tenant, migration.operation_id)
 
     async def _ask_first(self, tenant: str, request: Request) -> EngineSays:
         """Ask the engine for what the decision needs of it."""
@@ -187,53 +216,78 @@ class BlockNode:
         return group
 
     async def _lend(self, group: Group) -> EngineSays:
-        token = self.new_token(group)
-        said = await self.ask(link.Lend(group.block_group_id, token))
+        place = self.new_place(group)
+        self._lending[place.transfer_token] = False
+        try:
+            said = await self.ask(link.Lend(group.block_group_id, place.transfer_token))
+        except BaseException:
+            del self._lending[place.transfer_token]
+            raise
         if not said.handoff:
+            del self._lending[place.transfer_token]
             return EngineSays(here=said.here)
-        return EngineSays(place=self.place(group, token, said.handoff))
+        return EngineSays(place=msgspec.structs.replace(place, handoff=said.handoff))
 
-    def new_token(self, group: Group) -> str:
-        """Return a transfer token for a group, at its epoch."""
-        return issue(
-            self._key, block_group_id=group.block_group_id, epoch=group.epoch,
-            expires_ms=self._now_ms() + self._loan_ms, nonce=secrets.token_hex(NONCE_CHARS // 2),
+    def new_place(self, group: Group) -> Place:
+        """Return where a group can be read, at its epoch, with a new token: once the engine has lent it."""
+        expires_ms = self._now_ms() + self._loan_ms
+        token = issue(
+            self._key, block_group_id=group.block_group_id, epoch=group.epoch, expires_ms=expires_ms,
+            nonce=secrets.token_hex(NONCE_CHARS // 2),
         )  # fmt: skip
-
-    def place(self, group: Group, token: str, handoff: str) -> Place:
-        """Return where a group can be read with a token."""
         return Place(
-            node=self.name, handoff=handoff, size_bytes=group.size_bytes, checksum=group.checksum,
-            transfer_token=token, expires_ms=self._now_ms() + self._loan_ms,
+            node=self.name, handoff="", size_bytes=group.size_bytes, checksum=group.checksum, transfer_token=token,
+            expires_ms=expires_ms,
         )  # fmt: skip
 
     async def _undo(self, tenant: str, request: Request, says: EngineSays) -> None:
-        """Give back what the engine did for a write that came to nothing."""
-        try:
-            if says.place is not None:
+        """Give back what the engine did for a write that came to nothing; the write's own error is what is told."""
+        if says.place is not None:
+            self._lending.pop(says.place.transfer_token, None)
+            with contextlib.suppress(NoEngine):
                 await self.ask(link.TakeBack(says.place.transfer_token))
-            if isinstance(request, Pin):
+        if isinstance(request, Pin):
+            try:
                 await self.hold(tenant, request.block_group_id)
-        except Exception:  # noqa: S110 # the write's own error is told; the engine is told all when it comes back
-            pass
+            except NoEngine:
+                pass
+            except (StoreError, QueueFull):
+                self._tell_later(tenant, request.block_group_id)
+
+    def _tell_later(self, tenant: str, block_group_id: str) -> None:
+        """Have the engine hold a group, or not, as soon as the store can say which; harmless if that is under way."""
+        if (tenant, block_group_id) not in self._telling:
+            self._telling.add((tenant, block_group_id))
+            self._spawn(self._tell_until(tenant, block_group_id))
+
+    async def _tell_until(self, tenant: str, block_group_id: str) -> None:
+        key = (tenant, block_group_id)
+        while key in self._telling:
+            await asyncio.sleep(AGAIN_S)
+            try:
+                async with self.gate.operation(key):
+                    self._telling.discard(key)  # what comes up from here on comes up again
+                    await self.hold(tenant, block_group_id)
+            except (NoEngine, WriterClosed):
+                return  # it will be told everything when it comes back, or by our successor
+            except (StoreError, QueueFull):
+                self._telling.add(key)
 
     async def _tell_engine(self, tenant: str, request: Request, says: EngineSays, done: Done) -> None:
-        answer = done.answer
+        answer, token = done.answer, says.place.transfer_token if says.place else ""
         match request:
-            case PrepareGet() if says.place is not None and (not answer.applied or answer.place != says.place):
-                await self.ask(link.TakeBack(says.place.transfer_token))
+            case PrepareGet() if token and (not answer.applied or answer.place != says.place):
+                await self.ask(link.TakeBack(token))
+            case PrepareGet() if self._lending.get(token):
+                await self.call(lambda store: store.end_transfers([token]))  # it was over before it was written down
             case Evict() if answer.applied:
                 await self.ask(link.Drop(request.block_group_id))
             case Pin() if not answer.applied:
                 await self.hold(tenant, request.block_group_id)
             case Unpin() if not answer.pins:
                 await self.hold(tenant, request.block_group_id)
-            case StartMigrate() if answer.applied and answer.migration is not None:
+            case StartMigrate() | CancelMigrate() if answer.applied:
                 await self.hold(tenant, request.block_group_id)
-                self.migrations.drive(tenant, answer.migration.operation_id)
-            case CancelMigrate() if answer.applied:
-                await self.hold(tenant, request.block_group_id)
-                self.migrations.drive(tenant, request.migration_id)
             case _:
                 pass
 
@@ -286,12 +340,13 @@ class BlockNode:
 
     async def operation(self, tenant: str, operation_id: str, issued_ms: int) -> tuple[Known, Answer | None]:
         """Return what is known of an operation, and its answer if it is done (KVC-IDEM-019)."""
-        record = await self.call(lambda store: store.look(tenant, operation_id))
+        running = (tenant, operation_id) in self._running  # before the store is asked: it may be over afterwards
+        record, purged_ms = await self.call(lambda store: (store.look(tenant, operation_id), store.purged_ms()))
         if record is not None:
             return Known.DONE, record.answer
-        if (tenant, operation_id) in self._running:
+        if running or (tenant, operation_id) in self._running:
             return Known.IN_PROGRESS, None
-        if issued_ms <= self._now_ms() - self._retention.window_ms:
+        if issued_ms <= max(self._now_ms() - self._retention.window_ms, purged_ms):
             return Known.EXPIRED, None
         return Known.UNKNOWN, None
 
@@ -303,7 +358,7 @@ class BlockNode:
 
     async def settle(self, order: SettleOrder) -> Copy:
         """Hear how a migration ended. Raises Unavailable, StoreError, QueueFull."""
-        return await self.migrations.settle(order)
+        return await self._to_the_end(self.migrations.settle(order))
 
     # The engine.
 
@@ -321,11 +376,12 @@ class BlockNode:
             ]  # fmt: skip
             for tenant, name in missing:
                 await self.call(lambda store, tenant=tenant, name=name: store.lost(tenant, [name]))  # type: ignore[misc]
-            over = [token for token in loans if token not in hello.loans]
+            lent = set(hello.loans)
+            over = [token for token in loans if token not in lent]
             await self.call(lambda store: store.end_transfers(over))
             gone = {name for _, name in missing}
             known = [link.Known(g.block_group_id, held) for _, g, held in groups if g.block_group_id not in gone]
-            await self.ask(link.Sync(known, [token for token in loans if token in hello.loans]))
+            await self.ask(link.Sync(known, [token for token in loans if token in lent]))
             self.say(
                 EventKind.BLOCKS_LINKED, self.name, incarnation=hello.incarnation, new=new, groups=len(known),
                 lost=len(missing), loans=len(loans) - len(over),
@@ -338,18 +394,22 @@ class BlockNode:
                 await self._published(message.group)
             case link.Gone():
                 for name in message.block_group_ids:
-                    async with self.gate.operation((TENANT, name)):
-                        await self.call(lambda store, name=name: store.lost(TENANT, [name]))  # type: ignore[misc]
+                    await self._gone(name)
             case link.Ended():
+                self._lending.update((token, True) for token in message.loans if token in self._lending)
                 await self.call(lambda store: store.end_transfers(message.loans))
 
     async def _published(self, group: Group) -> None:
-        async with self.gate.operation((TENANT, group.block_group_id)):
+        name = group.block_group_id
+        async with self.gate.operation((TENANT, name)):
             await self.call(lambda store: store.publish(TENANT, [group]))
-            try:
-                await self.ask(link.Noted(group.block_group_id))
-            except NoEngine:
-                return
+            if not (await self.ask(link.Noted(name))).here:  # it has been evicted since, or its blocks were needed
+                await self.call(lambda store: store.lost(TENANT, [name]))
+
+    async def _gone(self, name: str) -> None:
+        async with self.gate.operation((TENANT, name)):
+            if not (await self.ask(link.Look(name))).here:  # else it has come back, and we have heard of that first
+                await self.call(lambda store: store.lost(TENANT, [name]))
 
     async def ask(self, question: link.Question) -> link.Said:
         """Ask the engine. Raises NoEngine."""

@@ -6,6 +6,7 @@ service that comes back listens at the port that it had.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Final
@@ -72,8 +73,8 @@ class RemoteNode:
         try:
             answer = await stub.Accept(wire.accept_pb(order), timeout=CALL_LIMIT_S, metadata=self._metadata)
             return wire.accepted_of(answer)
-        except (grpc.aio.AioRpcError, wire.BadRequest) as error:
-            raise PeerUnreachable(f"{self._node}: {error}") from error
+        except (grpc.aio.AioRpcError, wire.BadRequest, asyncio.CancelledError) as error:
+            raise self._unreachable(error) from error
 
     async def settle(self, order: SettleOrder) -> Copy:
         """Tell it how a migration has ended. Raises PeerUnreachable."""
@@ -81,14 +82,21 @@ class RemoteNode:
         try:
             answer = await stub.Settle(wire.settle_pb(order), timeout=CALL_LIMIT_S, metadata=self._metadata)
             return wire.accepted_of(answer)[0]
-        except (grpc.aio.AioRpcError, wire.BadRequest) as error:
-            raise PeerUnreachable(f"{self._node}: {error}") from error
+        except (grpc.aio.AioRpcError, wire.BadRequest, asyncio.CancelledError) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: BaseException) -> PeerUnreachable:
+        """Return what a failed call means. A call whose connection another one closes under it ends as if cancelled."""
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise error
+        return PeerUnreachable(f"{self._node}: {error or 'its address has changed meanwhile'}")
 
     async def close(self) -> None:
         """Close the connection. Harmless without one."""
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
 
     async def _stub(self) -> rpc.PeersStub:
         address = read_address(self._run_dir, self._node)

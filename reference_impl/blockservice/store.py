@@ -429,7 +429,6 @@ class Store:
             parameters = (tenant, operation_id, group.block_group_id, before, self._now_ms())
             db.execute(schema.INSERT_ARRIVAL, parameters)
             self._put_group(tenant, arriving, _MIGRATION)
-            self._forget_pins(tenant, group.block_group_id, _MIGRATION)
             return arriving
 
     def settle(
@@ -438,19 +437,22 @@ class Store:
         """End what `accept` began; return the group as it stands, None if it is unknown here. Asked again: as it is.
 
         Ours: it is this node's, with the next epoch, and evicted if the copy was lost meanwhile. Not ours: what was
-        known before is known again.
+        known before is known again. One that comes before its `accept` is remembered, and that finds nothing to do.
         """
         with self._transaction() as db:
             arrival = db.execute(schema.SELECT_ARRIVAL, (tenant, operation_id)).fetchone()
-            if arrival is None:
-                return None
+            if arrival is None:  # it has overtaken its Accept, which must find it settled
+                arrival = ("", "", False)
+                db.execute(schema.INSERT_ARRIVAL, (tenant, operation_id, *arrival[:2], self._now_ms()))
             block_group_id, before, settled = arrival
             group = self._group(tenant, block_group_id)
-            if settled or group is None:
+            if settled:
                 return group
             db.execute(schema.SETTLE_ARRIVAL, (self._now_ms(), tenant, operation_id))
-            self._forget_pins(tenant, block_group_id, _MIGRATION)
+            if group is None:
+                return None
             if ours:
+                self._forget_pins(tenant, block_group_id, _MIGRATION)  # of the epoch that ends
                 state = GroupState.EVICTED if node_lost_copy else GroupState.RESIDENT
                 after = msgspec.structs.replace(group, state=state, location=self._node, epoch=group.epoch + 1)
             elif before:
@@ -578,8 +580,6 @@ class Store:
         ended, after = blockgroups.end_migration(migration, group, status, reason)
         self._put_migration(tenant, ended, by, self._now_ms())
         self._put_group(tenant, after, by)
-        if after.epoch != group.epoch:
-            self._forget_pins(tenant, group.block_group_id, by)
         return ended
 
     def _group(self, tenant: str, block_group_id: str) -> Group | None:

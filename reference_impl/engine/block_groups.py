@@ -2,7 +2,10 @@
 
 A group is the full blocks of a prompt, named after the worker and the digest of its last block. It is here as long as
 every one of its digests is found in the pool; blocks that nobody holds may be used for something else at any moment,
-and are then told as gone. No clock, socket or thread in here; `engine.block_link` talks to the service.
+and are then told as gone. One that comes back under its old name is another to the service, which has not heard of it
+yet: until it has (`Noted`, `Sync`), its questions mean the one that went.
+
+No clock, socket or thread in here; `engine.block_link` talks to the service.
 """
 
 from __future__ import annotations
@@ -61,10 +64,17 @@ class BlockGroups:
         self._groups: dict[str, _Here] = {}
         self._sharing: Counter[bytes] = Counter()
         """By digest: how many groups it is part of."""
+        self._holding: Counter[bytes] = Counter()
+        """By digest: how many groups that are held it is part of."""
+        self._lost: list[str] = []
+        """Groups that were found gone when they were asked for, and are to be told."""
         self._loans: set[str] = set()
         self._copies: dict[str, link.Copy] = {}
-        """By migration."""
+        """How copies ended, by migration."""
         self._fetching: dict[str, link.Fetch] = {}
+        """Copies that are under way, by migration, until their checksum is known. One that is dropped is out of it."""
+        self._unchecked: set[str] = set()
+        """New groups that are not taken up yet."""
         self.fresh: deque[Fresh] = deque()
         """Groups whose checksum is to be computed, outside of the event loop; then `checked`."""
         self.left_out = 0
@@ -75,19 +85,22 @@ class BlockGroups:
         if not digests:
             return
         name = f"{self._worker_id}.{digests[-1].hex()}"
-        if name in self._groups or any(fresh.block_group_id == name for fresh in self.fresh):
-            return
-        if self._pool.find(digests) is None:
+        if name in self._groups or name in self._unchecked or self._pool.find(digests) is None:
             return
         if len(self.fresh) >= FRESH_MAX:
             self.left_out += 1
             return
+        self._unchecked.add(name)
         self.fresh.append(Fresh(name, digests, self._pool.take_prefix(digests)))
 
     def checked(self, fresh: Fresh, checksum: str) -> link.Publish | None:
         """Take up a group whose checksum is known; return what is to be told, None of a copy."""
         if fresh.fetch is not None:
             self._copied(fresh, fresh.fetch, checksum)
+            return None
+        self._unchecked.discard(fresh.block_group_id)
+        if fresh.block_group_id in self._groups or self._pool.find(fresh.digests) is None:
+            self._release(fresh.blocks)  # it came back as a copy meanwhile, or a part of it was dropped
             return None
         group = Group(
             block_group_id=fresh.block_group_id, location=self._worker_id, checksum=checksum,
@@ -111,7 +124,8 @@ class BlockGroups:
         gone = [name for name, here in self._groups.items() if not here.held and not self._pool.find(here.digests[-1:])]
         for name in gone:
             self._remove(name)
-        return gone
+        lost, self._lost = self._lost, []
+        return gone + lost
 
     def loans_ended(self) -> list[str]:
         """Return, and forget, loans that have ended."""
@@ -127,11 +141,11 @@ class BlockGroups:
             return
         fetched, self._connector.fetched = self._connector.fetched, []
         for over in fetched:
-            fetch = self._fetching.pop(over.fetch_id, None)
+            fetch = self._fetching.get(over.fetch_id)
             if fetch is None:  # dropped meanwhile
                 self._release(over.blocks)
             elif over.problem:
-                self._copies[fetch.migration] = link.Copy("FAILED", over.problem)
+                self._over(fetch, link.Copy("FAILED", over.problem))
             else:
                 self.fresh.appendleft(Fresh(fetch.group.block_group_id, fetch.digests, over.blocks, fetch))
 
@@ -152,45 +166,58 @@ class BlockGroups:
             case link.Fetch():
                 fields = {"copy": self._fetch(question, now_ns)}
             case link.Noted():
-                self._noted(question.block_group_id)
+                fields = {"here": self._noted(question.block_group_id)}
             case link.Sync():
                 self._sync(question)
         return fields
 
     def _hold(self, name: str, held: bool) -> bool:
-        here = self._groups.get(name)
-        if here is None:
-            return False
-        if held and not here.held:
-            if self._pool.find(here.digests) is None:
-                self._remove(name)
-                return False
+        if not held:
+            here = self._groups.get(name)
+            if here is not None:
+                self._let_go(here)
+            return here is not None
+        here = self._here(name)
+        if here is not None and not here.held:
             here.held = self._pool.take_prefix(here.digests)
-        elif not held and here.held:
+            self._holding.update(here.digests)
+        return here is not None
+
+    def _let_go(self, here: _Here) -> None:
+        """Hold a group no longer. Harmless when it is not held."""
+        if here.held:
+            self._holding.subtract(here.digests)
+            _clean(self._holding, here.digests)
             self._release(here.held)
             here.held = []
-        return True
+
+    def _here(self, name: str) -> _Here | None:
+        """Return a group that the service knows, if it is all here; one that is not is forgotten, and told as gone."""
+        here = self._groups.get(name)
+        if here is None or not here.known:
+            return None
+        if here.held or self._pool.find(here.digests) is not None:
+            return here
+        self._remove(name)
+        self._lost.append(name)
+        return None
 
     def _look(self, name: str) -> dict[str, Any]:
-        here = self._groups.get(name)
+        here = self._here(name)
         blocks = self._pool.find(here.digests) if here else None
         if here is None or blocks is None:
             return {}
-        ours = bool(here.held)
-        in_use = any(self._pool.references(b) > ours + self._others_holding(d, here)
-                     for d, b in zip(here.digests, blocks, strict=True))  # fmt: skip
+        in_use = any(
+            self._pool.references(b) > self._holding[d] for d, b in zip(here.digests, blocks, strict=True)
+        )  # fmt: skip
         return {"here": True, "in_use": in_use}
 
-    def _others_holding(self, digest: bytes, here: _Here) -> int:
-        """Return how many other groups that are held share a block; most blocks are no other group's."""
-        if self._sharing[digest] <= 1:
-            return 0
-        return sum(bool(o.held) and o is not here and digest in o.digests for o in self._groups.values())
-
     def _lend(self, lend: link.Lend, now_ns: int) -> dict[str, Any]:
-        here = self._groups.get(lend.block_group_id)
-        if self._connector is None or here is None or self._pool.find(here.digests) is None:
+        here = self._here(lend.block_group_id)
+        if here is None:
             return {}
+        if self._connector is None:
+            return {"here": True, "problem": "this engine moves no KV"}
         blocks = self._pool.take_prefix(here.digests)
         try:
             handoff = self._connector.lend(lend.token, lend.block_group_id, blocks, here.digests[-1], now_ns)
@@ -200,53 +227,63 @@ class BlockGroups:
         self._loans.add(lend.token)
         return {"here": True, "handoff": msgspec.json.encode(handoff.params()).decode(), "digests": here.digests}
 
-    def _noted(self, name: str) -> None:
+    def _noted(self, name: str) -> bool:
         here = self._groups.get(name)
         if here is not None:
             here.known = True
+        return self._here(name) is not None
 
     def _take_back(self, token: str) -> None:
         if self._connector is not None:
             self._connector.producer.abort(token)
 
     def _drop(self, name: str) -> None:
-        for migration, fetch in list(self._fetching.items()):
-            if fetch.group.block_group_id == name:
-                del self._fetching[migration]
+        for fetch in [f for f in self._fetching.values() if f.group.block_group_id == name]:
+            self._give_up(fetch)
         here = self._remove(name)
         if here is not None:
             self._pool.drop(d for d in here.digests if not self._sharing[d])
 
+    def _give_up(self, fetch: link.Fetch) -> None:
+        """Forget a copy that is under way: what still comes of it is given back."""
+        del self._fetching[fetch.migration]
+        if self._connector is not None:
+            self._connector.give_up_fetch(fetch.migration)
+
     def _fetch(self, fetch: link.Fetch, now_ns: int) -> link.Copy:
-        """Begin a copy, or say how far it is; one that failed is begun anew."""
-        copy = self._copies.get(fetch.migration)
-        if copy is not None and copy.state != "FAILED":
+        """Begin a copy, or say how far it is; one that failed, or was dropped, is begun anew."""
+        copy = self._copies.get(fetch.migration, link.Copy("FAILED"))
+        if copy.state == "COPIED" and fetch.group.block_group_id in self._groups:
             return copy
-        self._copies[fetch.migration] = copy = self._begin(fetch, now_ns)
-        if len(self._copies) > COPIES_MAX:
-            del self._copies[next(iter(self._copies))]
-        return copy
+        if fetch.migration in self._fetching:
+            return link.Copy("ARRIVING")
+        if self._connector is not None and self._connector.fetching(fetch.migration):
+            return link.Copy("ARRIVING")  # the one before; it has to end first, or nobody could tell them apart
+        return self._begin(fetch, now_ns)
 
     def _begin(self, fetch: link.Fetch, now_ns: int) -> link.Copy:
         if self._connector is None:
             return link.Copy("FAILED", "this engine moves no KV")
+        self._copies.pop(fetch.migration, None)
         try:
             asked = parse(msgspec.json.decode(fetch.handoff), block_tokens=BLOCK_TOKENS, hosts=self._hosts)
             if asked.load is None or len(asked.load.blocks) != len(fetch.digests):
                 return link.Copy("FAILED", "its hand-off names other blocks than its digests")
-            self._fetching[fetch.migration] = fetch
             self._connector.fetch(fetch.migration, asked.load, fetch.digests, now_ns)
         except (BadHandOff, OutOfBlocks, msgspec.DecodeError) as error:
-            self._fetching.pop(fetch.migration, None)
             return link.Copy("FAILED", str(error))
+        self._fetching[fetch.migration] = fetch
         return link.Copy("ARRIVING")
 
     def _copied(self, fresh: Fresh, fetch: link.Fetch, checksum: str) -> None:
-        """Index a copy whose bytes are right, and hold it; give back one whose bytes are not."""
+        """Index a copy whose bytes are right, and hold it; give back one whose bytes are not, or that was dropped."""
+        if self._fetching.get(fetch.migration) is not fetch:
+            self._release(fresh.blocks)
+            return
         if checksum != fetch.group.checksum:
             self._release(fresh.blocks)
             reason = f"its bytes' checksum is {checksum}, not {fetch.group.checksum}"
-            self._copies[fetch.migration] = link.Copy("FAILED", reason)
+            self._over(fetch, link.Copy("FAILED", reason))
             return
         for block, digest in zip(fresh.blocks, fresh.digests, strict=True):
             self._pool.seal(block, digest)
@@ -254,16 +291,27 @@ class BlockGroups:
         self._release(fresh.blocks)
         self._remove(fresh.block_group_id)
         self._add(_Here(fetch.group, fresh.digests, held, known=True))
-        self._copies[fetch.migration] = link.Copy("COPIED")
+        self._holding.update(fresh.digests)
+        self._over(fetch, link.Copy("COPIED"))
+
+    def _over(self, fetch: link.Fetch, copy: link.Copy) -> None:
+        """Remember how a copy ended."""
+        self._fetching.pop(fetch.migration, None)
+        self._copies[fetch.migration] = copy
+        if len(self._copies) > COPIES_MAX:
+            del self._copies[next(iter(self._copies))]
 
     def _sync(self, sync: link.Sync) -> None:
         """Keep what is to be so, and nothing else."""
         wanted = {known.block_group_id: known.held for known in sync.groups}
-        for name in [n for n in self._groups if n not in wanted]:
+        arriving = {fetch.group.block_group_id for fetch in self._fetching.values()}
+        for name in (self._groups.keys() | arriving) - wanted.keys():
             self._drop(name)
         for name, held in wanted.items():
-            if self._hold(name, held):
-                self._groups[name].known = True
+            here = self._groups.get(name)
+            if here is not None:
+                here.known = True
+                self._hold(name, held)
         for token in self._loans - set(sync.loans):
             self._take_back(token)
 
@@ -276,12 +324,16 @@ class BlockGroups:
         if here is None:
             return None
         self._sharing.subtract(here.digests)
-        for digest in here.digests:
-            if not self._sharing[digest]:
-                del self._sharing[digest]
-        self._release(here.held)
-        here.held = []
+        _clean(self._sharing, here.digests)
+        self._let_go(here)
         return here
 
     def _release(self, blocks: list[int]) -> None:
         self._pool.release(reversed(blocks))
+
+
+def _clean(counts: Counter[bytes], digests: list[bytes]) -> None:
+    """Drop what is counted no more."""
+    for digest in digests:
+        if not counts[digest]:
+            del counts[digest]

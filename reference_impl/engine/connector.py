@@ -214,7 +214,7 @@ class Connector:
         if sequence.row >= 0 and sequence.row in self.core.loading:
             blocks = self.core.detach(sequence)
             if free:
-                self.core.pool.release(blocks)
+                self.core.pool.release(reversed(blocks))  # of a cached prefix the end is evicted first
             else:
                 self._draining[request_id] = blocks
         else:
@@ -284,7 +284,7 @@ class Connector:
         try:
             blocks += self.core.pool.allocate(len(digests) - start)
         except OutOfBlocks:
-            self.core.pool.release(blocks)
+            self.core.pool.release(reversed(blocks))
             raise
         self._fetches[fetch_id] = blocks
         self.consumer.arrive(fetch_id, load, group_fingerprint(digests[-1], load.blocks), now_ns)
@@ -295,12 +295,22 @@ class Connector:
         remote, local = (np.array(numbers[start:], np.int64) for numbers in (load.blocks, blocks))
         self.consumer.admit(fetch_id, remote, local, now_ns)
 
+    def fetching(self, fetch_id: str) -> bool:
+        """Whether a fetch of this id is under way, or may still land after it was given up: no other may be begun."""
+        return fetch_id in self._fetches or fetch_id in self._draining
+
+    def give_up_fetch(self, fetch_id: str) -> None:
+        """Read for a fetch no longer. Harmless when it has ended."""
+        if fetch_id in self._fetches:
+            free = self.consumer.abort(fetch_id)
+            self._fetch_over(fetch_id, "it was given up", still_landing=not free)
+
     def _fetch_over(self, fetch_id: str, problem: str, *, still_landing: bool = False) -> None:
         blocks = self._fetches.pop(fetch_id)
         if still_landing:
             self._draining[fetch_id] = blocks
         elif problem:
-            self.core.pool.release(blocks)
+            self.core.pool.release(reversed(blocks))
         self.fetched.append(Fetched(fetch_id, [] if problem else blocks, problem))
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -432,7 +442,7 @@ class Connector:
             case Loaded() | Failed() | Abandoned():
                 self._load_over(action)
             case Drained():
-                self.core.pool.release(self._draining.pop(action.request_id, []))
+                self.core.pool.release(reversed(self._draining.pop(action.request_id, [])))
             case _:
                 self._note(action)
 
@@ -481,7 +491,7 @@ class Connector:
         if still_landing:
             self._draining[sequence.request_id] = blocks
         else:
-            self.core.pool.release(blocks)
+            self.core.pool.release(reversed(blocks))
         self._sequences.pop(sequence.request_id, None)
         self._asked.pop(sequence.request_id, None)
 

@@ -45,7 +45,7 @@ def why_not(key: bytes, token: str, now_ms: int, *, block_group_id: str = "", ep
     if len(parts) != _PARTS or len(token) > _EXPIRY_CHARS_MAX + _GROUP_CHARS + NONCE_CHARS + _SEAL_CHARS + 9:
         return "this is no transfer token"
     open_part, _, seal = token.rpartition("-")
-    if not hmac.compare_digest(seal.encode(), _seal(key, open_part).encode()):
+    if not hmac.compare_digest(_bytes(seal), _bytes(_seal(key, open_part))):
         return "the transfer token is forged, or another node's"
     if block_group_id and parts[2] != _named(block_group_id, epoch):
         return "the transfer token was made for another block group or epoch"
@@ -60,4 +60,8 @@ def _named(block_group_id: str, epoch: int) -> str:
 
 
 def _seal(key: bytes, open_part: str) -> str:
-    return hmac.digest(key, open_part.encode(errors="surrogatepass"), hashlib.sha256).hex()[:_SEAL_CHARS]
+    return hmac.digest(key, _bytes(open_part), hashlib.sha256).hex()[:_SEAL_CHARS]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # half characters come in by JSON's escapes

@@ -13,9 +13,11 @@ from harness.latency import Spread, spread
 from harness.run_folder import RunFolder
 from reference_impl.rules.events import Event, EventKind
 from reports.control.setup import SERVICE, is_service, node_of
-from reports.control.strikes import Strike
+from reports.control.strikes import Sort, Strike
 
 NS_PER_S: Final = 1e9
+SOON_NS: Final = 5_000_000_000
+"""A fault explains an exit that follows it so soon."""
 ORDERLY: Final = (0, -signal.SIGTERM)
 """How a service ends that was told to."""
 
@@ -41,17 +43,20 @@ class Outages(msgspec.Struct, frozen=True, kw_only=True):
     crashes: int
     back: int
     """Of them, those after which operations were applied again."""
+    unexplained: int
+    """Of them, those that no fault of the run explains."""
     applied_s: Spread
     started_s: Spread
     linked_s: Spread
 
 
-def outages(run: RunFolder, struck: list[Strike]) -> list[Outage]:
-    """Return the crashes of block services, in order."""
+def outages(run: RunFolder, struck: list[Strike], end_ns: int) -> list[Outage]:
+    """Return the crashes of block services up to `end_ns`, in order. What ends with the run itself is none."""
     services = {e.subject for e in run.events_of(EventKind.PROCESS_STARTED) if e.detail.get("role") == SERVICE}
     exits = [
         e for e in run.events_of(EventKind.PROCESS_EXITED)
-        if (e.subject in services or is_service(e.subject)) and e.detail.get("status") not in ORDERLY
+        if e.t_ns <= end_ns and (e.subject in services or is_service(e.subject))
+        and e.detail.get("status") not in ORDERLY
     ]  # fmt: skip
     started = _moments([e for e in run.events_of(EventKind.PROCESS_STARTED) if e.detail.get("role") == SERVICE])
     linked = _moments(run.events_of(EventKind.BLOCKS_LINKED))
@@ -69,6 +74,7 @@ def summarise_outages(found: list[Outage]) -> Outages:
     """Return their figures together."""
     return Outages(
         crashes=len(found), back=sum(o.applied_s is not None for o in found),
+        unexplained=sum(not o.cause for o in found),
         applied_s=spread(o.applied_s for o in found), started_s=spread(o.started_s for o in found),
         linked_s=spread(o.linked_s for o in found),
     )  # fmt: skip
@@ -98,8 +104,10 @@ def _until(event: Event, moments: dict[str, list[int]]) -> float | None:
 
 
 def _cause(event: Event, struck: list[Strike]) -> str:
-    """Return the fault whose last moment before this exit was at this node, "" if none was."""
-    node = node_of(event)
-    near = [(max(s.moments), s) for s in struck if s.node == node and s.moments and min(s.moments) <= event.t_ns]
-    near = [(at, s) for at, s in near if at <= event.t_ns]
-    return max(near, key=lambda each: each[0])[1].fault_id if near else ""
+    """Return the fault that struck this node last before its exit, shortly before; "" if none did."""
+    near = [
+        (moment, strike.fault_id)
+        for strike in struck if strike.node == node_of(event) and strike.sort is Sort.CRASH
+        for moment in strike.moments if 0 <= event.t_ns - moment <= SOON_NS
+    ]  # fmt: skip
+    return max(near)[1] if near else ""

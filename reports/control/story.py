@@ -9,7 +9,8 @@ import msgspec
 
 from harness.run_folder import RunFolder
 from reference_impl.rules.events import Event, EventKind
-from reports.control.rpc_lines import RpcLine
+from reports.control.caught import Key, tag_of
+from reports.control.rpc_lines import CLIENTS, RpcLine
 from reports.control.setup import is_service, node_of
 from workloads.operation_rows import Invocation
 
@@ -53,12 +54,12 @@ def story(run: RunFolder, lines: list[RpcLine]) -> Story | None:
     Best is one that was applied, whose node then crashed, and whose retry found its answer; then one with lines in the
     logs; then the shortest.
     """
-    asked: dict[tuple[str, str, str], list[Invocation]] = defaultdict(list)
+    asked: dict[Key, list[Invocation]] = defaultdict(list)
     for invocation in run.control.invocations:
         asked[invocation.node, invocation.tenant, invocation.operation_id].append(invocation)
-    said: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    said: dict[Key, list[Event]] = defaultdict(list)
     for event in run.events_of(*_OF_OPERATION):
-        said[node_of(event), event.subject].append(event)
+        said[node_of(event), str(event.detail.get("tenant", "")), event.subject].append(event)
     logged: dict[str, list[RpcLine]] = defaultdict(list)
     for line in lines:
         logged[line.of("operation_id")].append(line)
@@ -66,46 +67,50 @@ def story(run: RunFolder, lines: list[RpcLine]) -> Story | None:
     for event in run.events_of(EventKind.PROCESS_EXITED):
         if is_service(event.subject):
             exits[node_of(event)].append(event.t_ns)
-    best: tuple[tuple[bool, bool, bool, float], tuple[str, str, str]] | None = None
-    for key, of in asked.items():
-        if max(i.attempts for i in of) == 1 and len(of) == 1:
-            continue
-        rank = _rank(of, said[key[0], key[2]], exits[key[0]], bool(logged.get(key[2])))
-        if best is None or rank > best[0]:
-            best = rank, key
-    if best is None:
+    ranked = [
+        (_rank(of, said[key], exits[key[0]], bool(_lines(of, logged))), key)
+        for key, of in asked.items() if len(of) > 1 or of[0].attempts > 1
+    ]  # fmt: skip
+    if not ranked:
         return None
-    node, tenant, operation_id = best[1]
-    return _told(run, asked[best[1]], said[node, operation_id], logged.get(operation_id, [])[:LINES_MAX], tenant)
+    key = max(ranked)[1]
+    return _told(run, asked[key], said[key], _lines(asked[key], logged))
+
+
+def _lines(of: list[Invocation], logged: dict[str, list[RpcLine]]) -> list[RpcLine]:
+    """Return the lines of an operation, the services' first. A line names no tenant: it must also ask for the same."""
+    wanted = {(i.method, i.block_group_id, str(i.epoch)) for i in of}
+    found = [
+        line for line in logged.get(of[0].operation_id, [])
+        if (tag_of(line.of("rpc_method")), line.of("block_group_id"), line.of("epoch")) in wanted
+    ]  # fmt: skip
+    return sorted(found, key=lambda line: line.owner == CLIENTS)[:LINES_MAX]
 
 
 def _rank(
     of: list[Invocation], said: list[Event], exits: list[int], logged: bool
-) -> tuple[bool, bool, bool, float]:  # fmt: skip
+) -> tuple[int, bool, bool, float]:  # fmt: skip
+    """Rank by a crash between effect and replay (best within one call), lines in the logs, a replay, and shortness."""
     applied = [e.t_ns for e in said if e.kind is EventKind.OPERATION_APPLIED]
     replayed = [e.t_ns for e in said if e.kind is EventKind.OPERATION_REPLAYED]
-    between = bool(applied and replayed) and any(applied[0] < t < replayed[0] for t in exits)
+    between = [(a, r) for a in applied[:1] for t in exits for r in replayed if a < t < r]
+    in_one = any(i.start_ns <= a and r <= i.end_ns for i in of for a, r in between)
     span_ns = max(i.end_ns for i in of) - min(i.start_ns for i in of)
-    return between, logged, bool(replayed), -span_ns
+    return bool(between) + in_one, logged, bool(replayed), -span_ns
 
 
-def _told(
-    run: RunFolder, of: list[Invocation], said: list[Event], lines: list[RpcLine], tenant: str
-) -> Story:  # fmt: skip
+def _told(run: RunFolder, of: list[Invocation], said: list[Event], lines: list[RpcLine]) -> Story:
     of = sorted(of, key=lambda i: i.start_ns)
     node, start_ns, end_ns = of[0].node, of[0].start_ns, max(i.end_ns for i in of)
     steps = [step for i in of for step in _of_client(i)]
-    steps += [
-        Step(e.t_ns, f"{node} blocks", _OF_OPERATION[e.kind] + _refusal(e), True)
-        for e in said if start_ns <= e.t_ns <= end_ns and e.detail.get("tenant") in (tenant, None)
-    ]  # fmt: skip
+    steps += [Step(e.t_ns, f"{node} blocks", _OF_OPERATION[e.kind] + _refusal(e), True) for e in said]
     steps += [
         step for e in run.events_of(*_OF_NODE)
         if start_ns <= e.t_ns <= end_ns and node_of(e) == node and (step := _around(e)) is not None
     ]  # fmt: skip
     steps.sort(key=lambda s: s.t_ns)
     return Story(
-        operation_id=of[0].operation_id, tenant=tenant, node=node, method=of[0].method, start_ns=start_ns,
+        operation_id=of[0].operation_id, tenant=of[0].tenant, node=node, method=of[0].method, start_ns=start_ns,
         steps=steps[:STEPS_MAX], left_out=max(0, len(steps) - STEPS_MAX), lines=lines,
     )  # fmt: skip
 

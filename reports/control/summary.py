@@ -92,7 +92,8 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
 def read(run: RunFolder) -> Read:
     """Return everything that the page of `run` shows. Raises `BadRunFolder` for a damaged folder."""
     made, struck, rows = setup(run), strikes(run), run.control
-    gone, moved, end_ns = outages(run, struck), moves(run), _end_ns(run)
+    end_ns = _end_ns(run)
+    gone, moved = outages(run, struck, end_ns), moves(run)
     lines, unreadable = rpc_lines(run)
     judged = judge_history(rows)
     breaches = [*judged.breaches, *judge_owners(rows.groups)]
@@ -103,7 +104,7 @@ def read(run: RunFolder) -> Read:
         log=summarise_lines(run, lines, unreadable), policy=made.policy,
     )  # fmt: skip
     proved = _proved(struck)
-    reasons, m = _reasons(run, facts, proved, breaches), run.manifest
+    reasons, m = [*_reasons(run, facts, breaches), *_doubts(run, facts, proved, gone)], run.manifest
     summary = ControlSummary(
         format=FORMAT, verdict=_verdict(run, facts, reasons), reasons=reasons, run_id=m.run_id, scenario=m.scenario,
         profile=m.profile, time_scale=m.time_scale, seed=m.seed, emulated=list(m.emulated),
@@ -154,17 +155,23 @@ def _verdict(run: RunFolder, facts: Facts, reasons: list[str]) -> Verdict:
     return worst([*verdicts, *([Verdict.INCONCLUSIVE] if reasons else [])])
 
 
-def _reasons(run: RunFolder, facts: Facts, proved: Proved, breaches: list[Breach]) -> list[str]:
-    """Say what keeps this run from being a pass: effects that should not be, checks, worst first, what is missing."""
+def _reasons(run: RunFolder, facts: Facts, breaches: list[Breach]) -> list[str]:
+    """Say what is wrong: effects that should not be, answers, then what the checks say, worst first."""
     reasons = []
     if facts.counts.double_effects:
-        reasons.append(f"{facts.counts.double_effects:,} effects came a second time.")
+        reasons.append(f"{words.plural(facts.counts.double_effects, 'effect')} came a second time.")
     if facts.users.wrong:
         reasons.append(f"{words.plural(facts.users.wrong, 'answer')} of the engines had wrong tokens.")
     first = {b.rule: b for b in reversed(breaches)}
     reasons += [f"{rule}: {first[rule].text}." for rule in sorted(first)[:BREACHES_TOLD]]
     order = [Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE]
     reasons += [f"{c.title}: {c.verdict}. {c.found}" for v in order for c in run.verdicts if c.verdict is v]
+    return reasons
+
+
+def _doubts(run: RunFolder, facts: Facts, proved: Proved, gone: list[Outage]) -> list[str]:
+    """Say what keeps this run from proving anything."""
+    reasons = []
     if run.incomplete:
         reasons.append(f"The run is incomplete: {run.incomplete}.")
     if not run.verdicts:
@@ -173,4 +180,9 @@ def _reasons(run: RunFolder, facts: Facts, proved: Proved, breaches: list[Breach
         reasons.append("It holds no operation.")
     if proved.unproved:
         reasons.append(f"{proved.unproved:,} of its faults left no proof that they happened.")
+    if crashed := [o.node for o in gone if not o.cause]:
+        nodes = ", ".join(dict.fromkeys(crashed))
+        reasons.append(
+            f"The block service of {nodes} ended {words.plural(len(crashed), 'time')} without a fault that explains it."
+        )
     return reasons

@@ -93,18 +93,22 @@ def user_table(summary: ControlSummary) -> Table:
     return _table(heads, rows)
 
 
-def user_counts(summary: ControlSummary) -> list[Row]:
-    """Return the load's requests, in counts."""
-    named = [
-        ("Requests", "of users, to the engines", "requests"),
-        ("Answered", "whole", "ok"),
-        ("Failed", "the client saw an error", "failed"),
-        ("Unknown", "still running at the end", "unknown"),
-        ("Wrong answers", "tokens differ from the oracle's: must be 0", "wrong"),
-        ("Under way", "while a block service was away", "during"),
-        ("of them failed", "", "during_failed"),
+def user_counts(summary: ControlSummary) -> Table:
+    """Return the load's requests in counts: all, and those under way while a block service was away."""
+    heads = ["Requests", "Answered", "Failed", "Unknown", "Wrong answers", "Unchecked"]
+    every = ["requests", "ok", "failed", "unknown", "wrong", "unchecked"]
+    away = ["during", "", "during_failed", "", "during_wrong", ""]
+
+    def cells(names: list[str]) -> list[Cell]:
+        return [
+            Cell(h, figure(summary, f"users.{n}")) if n else _none(h) for h, n in zip(heads, names, strict=True)
+        ]  # fmt: skip
+
+    rows = [
+        ("All", "wrong: tokens differ from the oracle's", cells(every)),
+        ("Block service away", "of them, under way then", cells(away)),
     ]
-    return [Row(t, note, [Cell("", figure(summary, f"users.{name}"))]) for t, note, name in named]
+    return _table(heads, rows)
 
 
 def _latency(summary: ControlSummary, head: str, name: str, of: Percentiles) -> Cell:
@@ -144,29 +148,23 @@ def outage_table(summary: ControlSummary) -> Table:
     return _table(heads, rows)
 
 
-def move_rows(summary: ControlSummary) -> list[Row]:
-    """Return the migrations in figures, and who owns what."""
+def move_tables(summary: ControlSummary) -> list[Table]:
+    """Return the migrations in figures, and who owns what at the end."""
     m = summary.moves
-    rows = [_row(summary, "Started", "operations that started one", "moves.started")]
-    rows += [_row(summary, status, "", f"moves.by_status.{status}") for status in sorted(m.by_status)]
-    rows += [
-        _row(summary, "Started again", "attempts to start one that had been tried: each started none",
-             "moves.starts_repeated"),
-        Row("Took", "start → SUCCEEDED, median", [Cell("", figure(summary, "moves.seconds.p50", words.duration), [
-            figure(summary, "moves.seconds.max_measured", words.duration, "longest")] if m.seconds.n else [])]),
-        _row(summary, "Moved", "size of the groups that changed their owner", "moves.bytes_moved", words.size),
-        _row(summary, "Groups at the end", "known to any node", "moves.groups"),
-    ]  # fmt: skip
-    rows += [_row(summary, f"Owned by {node}", "", f"moves.owned.{node}") for node in m.owned]
-    rows += [
-        _row(summary, "Evicted", "", "moves.evicted"),
-        _row(summary, "Without an owner", "lost, or still on their way: must be 0", "moves.ownerless"),
+    named: list[tuple[str, str, Say]] = [("Started", "started", words.count)]
+    named += [(status, f"by_status.{status}", words.count) for status in sorted(m.by_status)]
+    named += [("Asked again", "starts_repeated", words.count), ("Took, median", "seconds.p50", words.duration),
+              ("longest", "seconds.max_measured", words.duration), ("Moved", "bytes_moved", words.size)]  # fmt: skip
+    owners: list[tuple[str, str, Say]] = [("Known", "groups", words.count)]
+    owners += [(f"Owned by {node}", f"owned.{node}", words.count) for node in m.owned]
+    owners += [("Evicted", "evicted", words.count), ("Without an owner", "ownerless", words.count)]
+    return [
+        _table([head for head, _, _ in columns], [(title, note, _cells(summary, "moves", columns))])
+        for title, note, columns in (
+            ("Migrations", "asked again: attempts to start one that had been tried; took: until SUCCEEDED", named),
+            ("Groups at the end", "without an owner: lost, or still on their way", owners),
+        )
     ]
-    return rows
-
-
-def _row(summary: ControlSummary, title: str, note: str, path: str, say: Say = words.count) -> Row:
-    return Row(title, note, [Cell("", figure(summary, path, say))])
 
 
 def storm_table(summary: ControlSummary) -> Table:
@@ -202,10 +200,14 @@ def metric_table(summary: ControlSummary, nodes: list[str]) -> Table:
     """Return every metric that the document names, of the clients and of each node."""
     heads = [name for name in ["clients", *nodes] if any(name in gauge.of for gauge in summary.metrics.values())]
     rows = [
-        (name, _reading(gauge, name), [_metric(summary, name, gauge, head) for head in heads])
+        (
+            name,
+            "",
+            [*(_metric(summary, name, gauge, head) for head in heads), Cell("Figure", Figure(_reading(gauge, name)))],
+        )
         for name, gauge in summary.metrics.items()
     ]
-    return _table(heads, rows)
+    return _table([*heads, "Figure"], rows)
 
 
 def _reading(gauge: Gauge, name: str) -> str:
@@ -219,7 +221,9 @@ def _reading(gauge: Gauge, name: str) -> str:
 def _metric(summary: ControlSummary, name: str, gauge: Gauge, head: str) -> Cell:
     if head not in gauge.of:
         return _none(head)
-    say: Say = words.milliseconds if any(part in name for part in MILLISECONDS) else words.significant
-    if gauge.reading is Reading.GAINED and say is words.significant:
-        say = words.count
+    say: Say = words.milliseconds if any(part in name for part in MILLISECONDS) else _plain
     return Cell(head, figure(summary, f"metrics.{name}.of.{head}", say))
+
+
+def _plain(value: float) -> str:
+    return words.count(value) if value == round(value) else words.significant(value)

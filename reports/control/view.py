@@ -11,7 +11,7 @@ from harness.run_folder import RunFolder
 from harness.verdicts import Verdict
 from reports import words
 from reports.control.figures.storm import storm_panels
-from reports.control.figures.timeline import NodeChart, node_charts
+from reports.control.figures.timeline import NodeChart, bin_s, node_charts
 from reports.control.lead import lead
 from reports.control.migrations import Move
 from reports.control.outages import Outage
@@ -25,7 +25,7 @@ from reports.control.tables import (
     fate_table,
     method_table,
     metric_table,
-    move_rows,
+    move_tables,
     outage_table,
     storm_table,
     user_counts,
@@ -33,7 +33,7 @@ from reports.control.tables import (
 )
 from reports.figures.style import Panel
 from reports.kills import fault_rows
-from reports.tables import Row, is_emulated
+from reports.tables import is_emulated
 from reports.view import Checks, Faults, RunFacts, client_errors, run_facts
 
 SECTIONS: Final = [
@@ -138,8 +138,8 @@ class ControlView(msgspec.Struct, frozen=True, kw_only=True):
     fates: Table
     methods: Table
     users: Table
-    user_counts: list[Row]
-    move_rows: list[Row]
+    user_counts: Table
+    move_tables: list[Table]
     moves: list[MoveRow]
     moves_left_out: int
     storm: str
@@ -167,7 +167,7 @@ def control_view(found: Read) -> ControlView:
         sources=[manifest.run_id], sections=SECTIONS, nodes=node_charts(found), bin=_bin(found),
         outage_table=outage_table(summary), outages=[_outage(run, o) for o in found.outages],
         fates=fate_table(summary), methods=method_table(summary), users=user_table(summary),
-        user_counts=user_counts(summary), move_rows=move_rows(summary),
+        user_counts=user_counts(summary), move_tables=move_tables(summary),
         moves=[_move(run, m) for m in found.moves[:MOVES_MAX]], moves_left_out=max(0, len(found.moves) - MOVES_MAX),
         storm=_storm(summary), storm_panels=storm_panels(run.storm), storm_table=storm_table(summary),
         tally=_tally(summary), questions=[_question(n, *each) for n, each in enumerate(summary.questions.items(), 1)],
@@ -178,7 +178,7 @@ def control_view(found: Read) -> ControlView:
 
 
 def _bin(found: Read) -> str:
-    return words.duration(max(1.0, float(round((found.end_ns - found.run.origin_ns) / 1e9 / 240))))
+    return words.given(words.duration(bin_s((found.end_ns - found.run.origin_ns) / 1e9)))
 
 
 def _outage(run: RunFolder, o: Outage) -> OutageRow:
@@ -213,7 +213,7 @@ def _storm(summary: ControlSummary) -> str:
 def _back(who: str, storm: Storm) -> str:
     if storm.recovered_s is None:
         return f"{who} goodput was not back when the storm ended"
-    return f"{who} goodput was back after {words.duration(storm.recovered_s)}"
+    return f"{who} goodput was back {f'after {words.duration(storm.recovered_s)}' if storm.recovered_s else 'at once'}"
 
 
 def _tally(summary: ControlSummary) -> str:

@@ -4,6 +4,7 @@ import threading
 import msgspec
 import pytest
 
+from reference_impl.blockservice import schema
 from reference_impl.blockservice import store as store_module
 from reference_impl.blockservice.store import Done, StoreError
 from reference_impl.rules import blockgroups
@@ -16,6 +17,7 @@ from reference_impl.rules.blockgroups import (
     Pin,
     Refusal,
     Reserve,
+    Unpin,
     View,
 )
 from reference_impl.rules.operations import Record, Retention, canonical
@@ -125,6 +127,16 @@ def test_reservations_of_all_tenants_share_the_nodes_slots(path):
     ask(store, "3", EVICT)
     assert ask(store, "4", other, tenant="u").answer.applied
     store.close()
+
+
+def test_what_is_reserved_in_all_is_the_sum_over_the_groups(store):
+    known = store.group("t", BG)
+    for reserved in (3, 5, 2):
+        store._put_group("t", replace(known, reserved=reserved), store_module._ENGINE)
+        store._put_group("t", replace(known, block_group_id="x", reserved=1), store_module._ENGINE)
+        assert store._db.execute("SELECT reserved FROM node").fetchone() == (reserved + 1,)
+    store._db.execute(schema.DELETE_GROUP, ("t", BG))
+    assert store._db.execute("SELECT reserved FROM node").fetchone() == (1,)
 
 
 @pytest.mark.rule("KVC-IDEM-006")
@@ -263,6 +275,31 @@ def test_a_late_pin_does_not_come_back_though_its_unpin_is_forgotten(path):
     store.close()
 
 
+@pytest.mark.rule("KVC-IDEM-009")
+def test_who_has_left_is_remembered_from_now_on_though_his_clock_is_behind(path):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "unpin", UNPIN, issued_ms=NOW_MS - 900)
+    clock.now_ms += 300
+    assert store.purge() == 1
+    assert refusal(ask(store, "pin", PIN)) is Refusal.UNPINNED_BEFORE
+    store.close()
+
+
+@pytest.mark.rule("KVC-IDEM-008")
+def test_a_migration_whose_target_does_not_know_is_never_forgotten(path):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "m", START)
+    ended = store.end_migration("t", "m", MigrationStatus.SUCCEEDED)
+    clock.now_ms += 5000
+    store.purge()
+    assert store.open_migrations() == [("t", ended)]
+    store.set_told("t", "m")
+    assert [e.cause for e in store.effects()][-1] == "migration"
+    store.close()
+
+
 @pytest.mark.rule("KVC-IDEM-008")
 def test_a_purge_forgets_what_is_over_and_keeps_what_stands(path):
     clock = Clock()
@@ -369,6 +406,26 @@ def test_a_copy_that_is_not_ours_goes_and_a_late_accept_does_not_bring_it_back(s
     assert store.accept("t", "n", ARRIVING) is not None
 
 
+@pytest.mark.rule("KVC-IDEM-011")
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_settlement_that_overtakes_its_accept_leaves_nothing_to_accept(store, ours):
+    assert store.settle("t", "m", ours=ours) is None
+    assert store.accept("t", "m", ARRIVING) is None
+    assert store.group("t", "x") is None
+    assert store.settle("t", "m", ours=ours) is None
+
+
+@pytest.mark.rule("KVC-IDEM-009")
+@pytest.mark.parametrize("ours", [False, True])
+def test_who_left_while_a_group_arrived_may_pin_it_in_its_next_epoch(store, ours):
+    store.accept("t", "m", ARRIVING)
+    assert ask(store, "u", Unpin(block_group_id="x", epoch=4, request_id="r")).answer.applied
+    store.settle("t", "m", ours=ours)
+    store.publish("t", [Group(block_group_id="x", location="a")])
+    pin = Pin(block_group_id="x", epoch=store.group("t", "x").epoch, request_id="r")
+    assert ask(store, "p", pin).answer.pins == 1
+
+
 def test_a_copy_that_was_lost_is_ours_and_evicted(store):
     store.accept("t", "m", ARRIVING)
     lost = store.settle("t", "m", ours=True, node_lost_copy=True)
@@ -433,12 +490,21 @@ def test_another_engine_has_nothing_of_what_the_one_before_held(store):
     ask(store, "pin", PIN)
     ask(store, "m", replace(START, block_group_id="moving"))
     store.accept("t", "in", ARRIVING)
+    assert (store.arriving("t", "in"), store.arriving("t", "m")) == ("x", None)
     assert store.new_engine("one")
     assert not store.new_engine("one")
     states = {group.block_group_id: group.state for group in store.groups("t")}
     assert states == {BG: GroupState.EVICTED, "moving": GroupState.EVICTED, "x": GroupState.MIGRATING_IN}
     assert store.migration("t", "m").status is MigrationStatus.FAILED
     assert store.wanted() == [("t", store.group("t", "x"), True)]
+
+
+def test_another_engine_has_no_loans_not_even_of_what_was_evicted(store):
+    ask(store, "lent", PREPARE, engine=EngineSays(place=PLACE))
+    ask(store, "gone", PREPARE, engine=EngineSays(here=False))
+    assert store.open_transfers() == [PLACE.transfer_token]
+    store.new_engine("two")
+    assert store.open_transfers() == []
 
 
 def test_an_engine_is_told_what_is_here_and_what_it_must_hold(store):

@@ -16,6 +16,7 @@ class Gate:
 
     def __init__(self, *, shut=False):
         self.commits = 0
+        self.at_commit = lambda _number: None
         self.reached = threading.Event()
         self._open = threading.Event()
         if not shut:
@@ -33,6 +34,7 @@ class Gate:
             self.commits += 1
             self.reached.set()
             assert self._open.wait(LIMIT_S)
+            self.at_commit(self.commits)
 
     async def arrived(self):
         assert await asyncio.to_thread(self.reached.wait, LIMIT_S)
@@ -176,9 +178,13 @@ async def test_a_locked_file_is_waited_for_once_a_batch_and_replays_are_answered
     writer = Writer(store)
     known = await writer.run(write("known", RESERVE))
     holder._db.execute("BEGIN IMMEDIATE")
+    waits = []
+    run = store.run
+    store.run = lambda writes: (waits.append(len(writes)), run(writes))[1]
     told = await asyncio.gather(*queued(writer, "a", "known", "b", "c"), return_exceptions=True)
     assert told[1] == Done(known.answer, replayed=True)
     assert {one.code for one in (told[0], *told[2:])} == {"locked"}
+    assert len(waits) == writer.batches - 1
     holder._db.execute("ROLLBACK")
     assert (await writer.run(write("a", RESERVE))).answer.reserved == 2
     await writer.close()
@@ -217,6 +223,27 @@ async def test_a_caller_that_goes_during_its_commit_finds_its_answer_later(write
     again = await writer.run(write("op", RESERVE))
     assert (again.replayed, again.answer.reserved) == (True, 1)
     assert len(effects_of(store, "op")) == 1
+
+
+async def test_a_caller_that_goes_during_a_commit_keeps_no_answer_from_its_neighbours(writer, gate, store):
+    first, (gone, stays) = await behind(writer, gate, "gone", "stays")
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+
+    def cancel():
+        gone.cancel()
+        cancelled.set()
+
+    def at_commit(number):
+        if number == 2:
+            loop.call_soon_threadsafe(cancel)
+            assert cancelled.wait(LIMIT_S)
+
+    gate.at_commit = at_commit
+    gate.open()
+    await first
+    assert (await asyncio.wait_for(stays, LIMIT_S)).answer.reserved == 3
+    assert gone.cancelled()
+    assert store.look("t", "gone").answer.reserved == 2
 
 
 @pytest.mark.rule("KVC-IDEM-011")

@@ -54,8 +54,7 @@ class _Time(msgspec.Struct, frozen=True):
 
     @property
     def bin_s(self) -> float:
-        """Width of a bin: a second, or so many that there are not too many bins."""
-        return max(BIN_S, float(round(self.length_s / BINS_MAX)))
+        return bin_s(self.length_s)
 
     def place(self, t_ns: int) -> float:
         return (t_ns - self.origin_ns) / 1e9 / self.unit[1]
@@ -74,6 +73,11 @@ class _Counts(msgspec.Struct, frozen=True):
     applied: Counter[int]
     replayed: Counter[int]
     lost: Counter[int]
+
+
+def bin_s(length_s: float) -> float:
+    """Return the width of a bin: a second, or so many that there are not too many bins."""
+    return max(BIN_S, float(round(length_s / BINS_MAX)))
 
 
 def node_charts(found: Read) -> list[NodeChart]:
@@ -98,7 +102,8 @@ def _counts(run: RunFolder, node: str, time: _Time) -> _Counts:
     lost: Counter[int] = Counter()
     for i in run.control.invocations:
         if i.node == node:
-            lost[bin_of(i.end_ns)] += i.attempts - bool(i.answer)
+            without, span_ns = i.attempts - bool(i.answer), i.end_ns - i.start_ns
+            lost.update(bin_of(i.start_ns + span_ns * n // i.attempts) for n in range(without))
     return _Counts(said[EventKind.OPERATION_APPLIED], said[EventKind.OPERATION_REPLAYED], +lost)
 
 
@@ -113,7 +118,7 @@ def _drawn(found: Read, node: str, of: _Counts, time: _Time, highest: float) -> 
     top = highest / (1 - MARKS_PX / HEIGHT)
     scale = alt.Scale(domain=[0, top or 1.0], nice=False)
     marks, shades = _marks(found, node, time), _shades(found, node, time)
-    lines = [_steps(of.applied, time), _steps(of.replayed, time), _steps(of.lost, time)]
+    lines = [_steps(of.applied, time), *(_present(_steps(each, time)) for each in (of.replayed, of.lost))]
 
     def chart(width: int) -> alt.LayerChart:
         x = time.x("x", width)
@@ -158,6 +163,12 @@ def _steps(counts: Counter[int], time: _Time) -> list[dict[str, Any]]:
     bins = int(time.length_s // time.bin_s) + 1
     rows = [{"x": n * time.bin_s / time.unit[1], "y": counts[n] / time.bin_s} for n in range(bins)]
     return [*rows, {"x": bins * time.bin_s / time.unit[1], "y": rows[-1]["y"]}]
+
+
+def _present(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Draw no line where nothing happens for longer: it would only run along the axis."""
+    before = [{"y": 0}, *rows]
+    return [row | {"y": row["y"] or (0 if last["y"] else None)} for last, row in zip(before, rows, strict=False)]
 
 
 def _marks(found: Read, node: str, time: _Time) -> list[dict[str, Any]]:
