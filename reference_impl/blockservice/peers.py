@@ -103,7 +103,8 @@ class RemoteNode:
         if address is None:
             raise PeerUnreachable(f"{self._node} has no block service yet")
         if self._channel is None or address.target != self._target:
-            await self.close()
+            before, self._channel = self._channel, grpc.aio.insecure_channel(address.target)
             self._target = address.target
-            self._channel = grpc.aio.insecure_channel(address.target)
+            if before is not None:
+                await before.close(None)
         return rpc.PeersStub(self._channel)

@@ -76,6 +76,7 @@ class Rule(enum.StrEnum):
     STORE_FULL = "STORE_FULL"
     STORE_LOCKED = "STORE_LOCKED"
     STORE_DAMAGED = "STORE_DAMAGED"
+    STORE_FAILING = "STORE_FAILING"
     TIMED_OUT = "TIMED_OUT"
     REPLY_TOO_LARGE = "REPLY_TOO_LARGE"
     BROKEN = "BROKEN"
@@ -460,6 +461,8 @@ _STORE_ERRORS: Final = {
     "locked": (grpc.StatusCode.UNAVAILABLE, Rule.STORE_LOCKED, "another process has the node's store locked"),
     "damaged": (grpc.StatusCode.INTERNAL, Rule.STORE_DAMAGED, "the node's store is damaged; its log says how"),
 }
+_STORE_FAILING: Final = (grpc.StatusCode.UNAVAILABLE, Rule.STORE_FAILING, "the disk of the node's store failed")
+"""What may pass: a read or a sync that failed once."""
 _ERRORS: Final[dict[type[Exception], tuple[grpc.StatusCode, Rule, str]]] = {
     QueueFull: (grpc.StatusCode.RESOURCE_EXHAUSTED, Rule.QUEUE_FULL, "too many writes wait for the node's store"),
     NoEngine: (grpc.StatusCode.UNAVAILABLE, Rule.NO_ENGINE, "the node has no engine to ask now"),
@@ -476,7 +479,8 @@ def _known(error: Exception) -> CallError | None:
         case BadRequest():
             return CallError(grpc.StatusCode.INVALID_ARGUMENT, Rule.BAD_REQUEST, str(error), error.field)
         case StoreError():
-            return CallError(*_STORE_ERRORS[error.code])
+            passing = error.code == "damaged" and error.retry
+            return CallError(*(_STORE_FAILING if passing else _STORE_ERRORS[error.code]))
         case RateLimited():
             return CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, Rule.RATE_LIMITED, str(error), error.bucket)
         case _:

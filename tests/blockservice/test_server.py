@@ -279,6 +279,7 @@ class FailingNode(StoreNode):
         (StoreError("full", "/a/path"), grpc.StatusCode.RESOURCE_EXHAUSTED, "STORE_FULL"),
         (StoreError("locked", "/a/path"), grpc.StatusCode.UNAVAILABLE, "STORE_LOCKED"),
         (StoreError("damaged", "/a/path"), grpc.StatusCode.INTERNAL, "STORE_DAMAGED"),
+        (StoreError("damaged", "/a/path", retry=True), grpc.StatusCode.UNAVAILABLE, "STORE_FAILING"),
         (QueueFull("1024"), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
         (NoEngine("/a/path"), grpc.StatusCode.UNAVAILABLE, "NO_ENGINE"),
         (CallerGone("gone"), grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT"),

@@ -273,7 +273,7 @@ class ControlRun(KvRun):
 
 
 def reply_loss(
-    seed: int = 5,
+    seed: int = 7,
     flaw: Flaw | None = None,
     *,
     seconds: float = 58,

@@ -66,6 +66,27 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.pool.release(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
 
+    @rule(digests=st.lists(st.integers(0, 5), max_size=3))
+    def drop(self, digests: list[int]) -> None:
+        names = [bytes([d]) for d in digests]
+        before = self.pool.find(names)
+        self.pool.drop(names)
+        assert not names or self.pool.find(names) is None
+        assert all(self.pool.find([name]) is None for name in names)
+        if before is not None:
+            assert all(self.pool._digest[block] is None for block in before)
+
+    @rule(digests=st.lists(st.integers(0, 5), max_size=4, unique=True))
+    def find(self, digests: list[int]) -> None:
+        """Looking takes nothing, and finds what taking would."""
+        names = [bytes([d]) for d in digests]
+        references = list(self.pool._references)
+        found = self.pool.find(names)
+        assert self.pool._references == references
+        taken = self.pool.take_prefix(names)
+        assert found == (taken if len(taken) == len(names) else None)
+        self.pool.release(reversed(taken))
+
     @invariant()
     def nothing_is_lost(self) -> None:
         assert self.pool.audit() == []
@@ -139,3 +160,34 @@ def test_audit_catches_a_pool_that_loses_blocks() -> None:
     pool.allocate(1)
     pool._free.popleft()  # the broken twin: a block that is in no state
     assert any("3 blocks" in problem for problem in pool.audit())
+
+
+def test_a_chain_is_found_only_whole_and_wherever_it_is_broken_it_is_not() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    chain = [b"1", b"2", b"3"]
+    for block, digest in zip(blocks, chain, strict=True):
+        pool.seal(block, digest)
+    assert pool.find(chain) == blocks
+    assert pool.find([]) == []
+    assert pool.find([*chain, b"4"]) is None
+    pool.drop([b"2"])
+    assert pool.find(chain) is None
+    assert pool.find(chain[2:]) == blocks[2:], "what is behind the gap is still there by itself"
+
+
+def test_what_is_dropped_is_free_at_once_or_when_its_last_holder_goes() -> None:
+    pool = BlockPool(3)
+    idle, used = pool.allocate(2)
+    pool.seal(idle, b"idle")
+    pool.seal(used, b"used")
+    pool.release([idle])
+    pool.drop([b"idle", b"used", b"unheard-of", b"used"])
+    assert (pool.cached, pool.held, pool.available) == (0, 1, 2)
+    assert pool.references(used) == 1
+    pool.seal(used, b"another")  # nothing is known of it any more, so it may be said anew
+    assert pool.find([b"another"]) == [used]
+    pool.drop([b"another"])
+    pool.release([used])
+    assert (pool.cached, pool.held, pool.available) == (0, 0, 3)
+    assert pool.audit() == []
