@@ -235,7 +235,8 @@ class Deployment:
         child = await self._spawn(
             "router", "reference_impl.router.process",
             ["--host", config.host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
-             "--events", str(config.events_dir / "events-router.jsonl")],
+             "--events", str(config.events_dir / "events-router.jsonl"), "--run-dir", str(config.run_dir),
+             "--blocks-nodes", ",".join(p.worker_id for p in self._places if config.blocks)],
             pipe=True,
         )  # fmt: skip
         if child.stdout is None:

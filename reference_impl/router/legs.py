@@ -53,12 +53,15 @@ def params_of(fields: Fields) -> Fields:
         raise BadBody(f"{PARAMS} must be an object", PARAMS) from error
 
 
-def prefill_body(fields: Fields) -> bytes:
+def prefill_body(fields: Fields, loan: msgspec.Raw | None = None) -> bytes:
     """Return the body of the first leg: one token, not streamed, its KV kept for a remote decode. Raises BadBody.
 
-    What the client sent as `kv_transfer_params` is the hand-off of its last turn (two-turn mode), and goes along.
+    What the client sent as `kv_transfer_params` is the hand-off of its last turn (two-turn mode), and goes along; if it
+    sent none, that of a `loan` does.
     """
     before = params_of(fields)
+    if loan is not None and not before:
+        before = params_of({PARAMS: loan})
     params = _NOTHING_REMOTE | before
     params["do_remote_decode"] = _TRUE
     params["do_remote_prefill"] = _given(before, "do_remote_prefill") or _FALSE

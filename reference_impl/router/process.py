@@ -15,13 +15,19 @@ from aiohttp import web
 
 from reference_impl.event_log import EventLog
 from reference_impl.processes import die_with_parent
+from reference_impl.router.prefixes import Prefixes
 from reference_impl.router.server import Router
 from reference_impl.secret import TOKEN_VARIABLE
 
 
 async def _run(arguments: argparse.Namespace, token: str) -> int:
     events = EventLog(Path(arguments.events) if arguments.events else None, "router")
-    runner = web.AppRunner(Router(token, events).app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    prefixes, learning = None, None
+    if arguments.blocks_nodes:
+        prefixes = Prefixes(Path(arguments.run_dir), arguments.blocks_nodes.split(","), token.encode())
+        learning = asyncio.create_task(prefixes.run())
+    app = Router(token, events, prefixes).app
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, arguments.host, arguments.port, backlog=512).start()
@@ -39,6 +45,9 @@ async def _run(arguments: argparse.Namespace, token: str) -> int:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     await stop.wait()
     await runner.cleanup()
+    if learning is not None:
+        learning.cancel()
+        await asyncio.gather(learning, return_exceptions=True)
     return 0
 
 
@@ -49,6 +58,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--events", default="")
     parser.add_argument("--parent-pid", type=int, default=0)
+    parser.add_argument("--run-dir", default="", help="the deployment's private folder")
+    parser.add_argument("--blocks-nodes", default="", help="nodes with block services, whose prefixes may be borrowed")
     arguments = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:

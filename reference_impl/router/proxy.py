@@ -25,6 +25,7 @@ from aiohttp.http_exceptions import ContentEncodingError
 from reference_impl.error_body import error_body
 from reference_impl.router import legs
 from reference_impl.router.hold import HandoffHold
+from reference_impl.router.prefixes import Prefixes
 from reference_impl.rules.routing import Role, Route, RouteTable
 
 CONNECT_LIMIT_S: Final = 1.0
@@ -62,9 +63,16 @@ class Leg(msgspec.Struct, frozen=True):
 
 
 class Proxy:
-    """Passes requests on. `on_lost` is told of a worker that cannot be connected to, and why."""
+    """Passes requests on. `on_lost` is told of a worker that cannot be connected to, and why.
 
-    def __init__(self, table: RouteTable, hold: HandoffHold, on_lost: Callable[[Route, str], None]) -> None:
+    With `prefixes`, a prefill gets the loan of a prefix that another node holds.
+    """
+
+    def __init__(
+        self, table: RouteTable, hold: HandoffHold, on_lost: Callable[[Route, str], None],
+        prefixes: Prefixes | None = None,
+    ) -> None:  # fmt: skip
+        self._prefixes = prefixes
         self._table = table
         self._hold = hold
         self._on_lost = on_lost
@@ -137,11 +145,13 @@ class Proxy:
                 raise self._nobody(part)
         try:
             fields = legs.fields_of(body)
-            first = Leg(Role.PREFILL, request.method, request.path, legs.prefill_body(fields))
+            route = self._choose(Role.PREFILL)
+            loan = await self._loan(fields, route)
+            first = Leg(Role.PREFILL, request.method, request.path, legs.prefill_body(fields, loan))
         except legs.BadBody as error:
             self.outcomes["refused"] += 1
             raise Refused(error_answer(400, str(error), error.param)) from error
-        prefill, handoff = await self._prefill(first)
+        prefill, handoff = await self._prefill(route, first)
         named = {PREFILL_HEADER: prefill.name}
         second = Leg(Role.DECODE, request.method, request.path, legs.decode_body(fields, handoff))
         if handoff is not None:
@@ -155,9 +165,14 @@ class Proxy:
         with self._running(decode, upstream):
             return await self._pass_on(request, upstream, decode, named)
 
-    async def _prefill(self, leg: Leg) -> tuple[Route, msgspec.Raw | None]:
+    async def _loan(self, fields: legs.Fields, route: Route) -> msgspec.Raw | None:
+        """Return the hand-off of a prefix that another node lends to the worker, None if there is none."""
+        if self._prefixes is None or legs.params_of(fields):
+            return None
+        return await self._prefixes.borrow(fields, route.worker_id)
+
+    async def _prefill(self, route: Route, leg: Leg) -> tuple[Route, msgspec.Raw | None]:
         """Run the first leg; return who did it and the hand-off, None if it gave none. Raises Refused."""
-        route = self._choose(leg.part)
         try:
             upstream = await self._ask(route, leg)
             with self._running(route, upstream):

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from reference_impl.event_log import EventLog
 from reference_impl.router.hold import HandoffHold, Hold
+from reference_impl.router.prefixes import Prefixes
 from reference_impl.router.protocol import (
     HOLD_PATH,
     MESSAGE_BYTES_MAX,
@@ -33,12 +34,13 @@ BODY_BYTES_MAX: Final = 8 * 2**20
 class Router:
     """The router's state and its HTTP application."""
 
-    def __init__(self, token: str, events: EventLog) -> None:
+    def __init__(self, token: str, events: EventLog, prefixes: Prefixes | None = None) -> None:
         self._token = token
         self._events = events
         self._table = RouteTable()
         self.hold = HandoffHold()
-        self._proxy = Proxy(self._table, self.hold, self._drop)
+        self._prefixes = prefixes
+        self._proxy = Proxy(self._table, self.hold, self._drop, prefixes)
         self.app = web.Application(client_max_size=BODY_BYTES_MAX)
         self.app.cleanup_ctx.append(self._proxy.client)
         self.app.add_routes([
@@ -134,6 +136,13 @@ class Router:
             ("router_handoffs_dropped", self._proxy.handoffs_dropped),
             ("router_handoffs_held", hold.held),
             ("router_handoffs_held_seconds", hold.held_s),
+            ("router_prefixes_borrowed", self._prefixes.borrowed if self._prefixes else 0),
+            ("router_prefixes_computed", self._prefixes.computed if self._prefixes else 0),
         ):
             lines += [f"# TYPE pdproof:{name} counter", f"pdproof:{name}_total {value}"]
+        if self._prefixes is not None:
+            lines += ["# TYPE pdproof:router_prefixes_known gauge"]
+            lines += [
+                f'pdproof:router_prefixes_known{{node="{n}"}} {count}' for n, count in self._prefixes.known.items()
+            ]
         return web.Response(text="\n".join(lines) + "\n")

@@ -23,6 +23,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     ms: Percentiles
     """Of those that ended ok, retries and pauses included; what ended as unknown is not in it."""
     attempts_mean: float | None
+    """Of calls of which any attempt left: with an open breaker none does."""
     attempts_max: int
 
 
@@ -55,7 +56,7 @@ def methods(invocations: list[Invocation]) -> dict[str, Method]:
 
 
 def _method(rows: list[Invocation]) -> Method:
-    attempts = [i.attempts for i in rows]
+    attempts = [i.attempts for i in rows if i.attempts]
     refused = sum(i.outcome == "fail" and bool(i.refusal) for i in rows)
     return Method(
         invocations=len(rows), ok=sum(i.outcome == "ok" for i in rows), refused=refused,

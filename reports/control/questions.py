@@ -122,11 +122,13 @@ def _below_upstream(facts: Facts) -> Said:
             f"{log.matched:,} attempts stand beside the line of their call in the clients' log; {log.over_upstream:,} "
         )
         return not log.over_upstream, text + "had more time left than their call had in all."
-    if policy is None or policy.call_timeout_s is None or log.timeout_ms_max is None:
+    if policy is None or policy.call_timeout_s is None or log.write_timeout_ms_max is None:
         return None, "This run holds no line of a caller's own to compare the services' with."
     limit_ms = policy.call_timeout_s * 1e3
-    text = f"The attempt with most time left had {log.timeout_ms_max:,} ms, of calls with {limit_ms:,.0f} ms in all."
-    return log.timeout_ms_max <= limit_ms, text
+    text = (
+        f"The write with most time left had {log.write_timeout_ms_max:,} ms, of calls with {limit_ms:,.0f} ms in all."
+    )
+    return log.write_timeout_ms_max <= limit_ms, text
 
 
 def _retries(facts: Facts) -> Said:

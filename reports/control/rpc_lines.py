@@ -62,6 +62,8 @@ class RpcLog(msgspec.Struct, frozen=True, kw_only=True):
     """Lines without, of calls that were answered."""
     timeout_ms_min: int | None
     timeout_ms_max: int | None
+    write_timeout_ms_max: int | None
+    """Of writes alone."""
     matched: int
     """Attempts at services that stand beside a line of the client's own log of the same call."""
     over_upstream: int
@@ -103,7 +105,7 @@ def summarise_lines(run: RunFolder, lines: list[RpcLine], unreadable: int) -> Rp
     """Return the figures of the logs."""
     services = [line for line in lines if line.owner != CLIENTS]
     writes = [line for line in services if line.is_write]
-    given = [int(line.of("timeout_ms")) for line in services if line.of("timeout_ms").isdigit()]
+    given, of_writes = _timeouts_ms(services), _timeouts_ms(writes)
     matched, over = _against_upstream(lines)
     return RpcLog(
         files=len(list((run.path / "logs").glob(PATTERN))), lines=len(services), unreadable=unreadable,
@@ -111,9 +113,13 @@ def summarise_lines(run: RunFolder, lines: list[RpcLine], unreadable: int) -> Rp
         named=sum(all(line.of(name) for name in NAMED) for line in writes),
         retries=sum(line.of("retry_count") not in ("", "0") for line in services), timed=len(given),
         served_untimed=sum(not line.of("timeout_ms") and not line.of("error_code") for line in services),
-        timeout_ms_min=min(given, default=None), timeout_ms_max=max(given, default=None), matched=matched,
-        over_upstream=over,
+        timeout_ms_min=min(given, default=None), timeout_ms_max=max(given, default=None),
+        write_timeout_ms_max=max(of_writes, default=None), matched=matched, over_upstream=over,
     )  # fmt: skip
+
+
+def _timeouts_ms(lines: list[RpcLine]) -> list[int]:
+    return [int(line.of("timeout_ms")) for line in lines if line.of("timeout_ms").isdigit()]
 
 
 def _against_upstream(lines: list[RpcLine]) -> tuple[int, int]:

@@ -116,15 +116,22 @@ def _told(run: RunFolder, of: list[Invocation], said: list[Event], lines: list[R
 
 
 def _of_client(i: Invocation) -> list[Step]:
-    told = {"ok": "told that it is applied", "unknown": "gives up: it may have happened or not"}.get(i.outcome, "told")
-    if i.outcome == "fail":
-        told = f"told {i.refusal}" if i.refusal else f"gives up: {i.error_code}, nothing can have happened"
-    again = ", as the answer given before" if i.replayed else ""
-    attempts = "1 attempt" if i.attempts == 1 else f"{i.attempts} attempts"
+    attempts = "after 1 attempt" if i.attempts == 1 else f"after {i.attempts} attempts"
     return [
         Step(i.start_ns, f"client {i.client}", f"calls {i.method} on {i.block_group_id}, epoch {i.epoch}", True),
-        Step(i.end_ns, f"client {i.client}", f"{told}{again}, after {attempts}", True),
+        Step(i.end_ns, f"client {i.client}", f"{_ending(i)}, {attempts}", True),
     ]
+
+
+def _ending(i: Invocation) -> str:
+    again = ", as the answer given before" if i.replayed else ""
+    if i.outcome == "ok":
+        return f"told that it is applied{again}"
+    if i.refusal and i.outcome == "fail":
+        return f"told {i.refusal}{again}"
+    because = f" ({i.error_code})" if i.error_code else ""
+    may = "it may have happened or not" if i.outcome == "unknown" else "nothing can have happened"
+    return f"gives up{because}: {may}"
 
 
 def _refusal(event: Event) -> str:

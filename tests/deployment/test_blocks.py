@@ -253,6 +253,39 @@ async def test_a_token_that_is_not_right_reads_nothing_and_says_why(served: Spli
         assert reason in str(served.event_of(EventKind.CLAIM_REFUSED, token).detail["reason"])
 
 
+@pytest.mark.rule("KVC-IDEM-014", "KVC-IDEM-016")
+async def test_the_router_borrows_a_prefix_and_without_a_loan_it_is_computed(tmp_path: Path) -> None:
+    options = ["--prefill", "2", "--decode", "1", "--blocks", "--kv-lease-duration", "6"]
+    with split(tmp_path, *options, profile="tiny") as served:
+        async with served.client() as client, nodes(served, "p0", "p1") as both:
+            first = prompt_of(next(_seeds), 1000)
+            answer = await client.complete(first, 4)
+            at = answer.headers["x-pdproof-prefill-worker"].partition("/")[0]
+            other = "p1" if at == "p0" else "p0"
+
+            async def listed() -> bool:
+                async with client.session.get(client.url + "/metrics") as response:
+                    return f'router_prefixes_known{{node="{at}"}} 1' in await response.text()
+
+            await eventually(listed, LIMIT_S, "the router knows of it")
+            before = await client.metrics(other)
+            longer = first + prompt_of(next(_seeds), 300)
+            told = await client.complete(longer, 4)
+            assert told.headers["x-pdproof-prefill-worker"].partition("/")[0] == other
+            assert told.tokens == client.right(longer, 4)
+            assert await client.grown(other, before, "pdproof:loads_done_total") == [1]
+            for node in both:
+                os.kill(node.process().pid, signal.SIGSTOP)  # they answer nothing: no loans any more
+            try:
+                prompt = prompt_of(next(_seeds), 700)
+                for _ in range(3):
+                    answer = await client.complete(prompt, 4)
+                    assert answer.tokens == client.right(prompt, 4)
+            finally:
+                for node in both:
+                    os.kill(node.process().pid, signal.SIGCONT)
+
+
 @pytest.mark.rule("KVC-IDEM-011")
 async def test_a_group_moves_to_another_node_and_has_one_owner(served: Split) -> None:
     async with served.client() as client, nodes(served, "p0", "d0") as [p, d]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from workloads.retry_storm import StormResult
 
 HEIGHT: Final = 230
-BINS_MAX: Final = 80
+BINS_MAX: Final = 48
 TONES: Final = {WITH: "lease", WITHOUT: "long"}
 TITLES: Final = {WITH: "With the retry budget", WITHOUT: "Without it"}
 NAMES: Final = ("attempts_arrived", "calls_started", "succeeded")

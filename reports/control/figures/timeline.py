@@ -102,7 +102,7 @@ def _counts(run: RunFolder, node: str, time: _Time) -> _Counts:
     lost: Counter[int] = Counter()
     for i in run.control.invocations:
         if i.node == node:
-            without, span_ns = i.attempts - bool(i.answer), i.end_ns - i.start_ns
+            without, span_ns = max(0, i.attempts - bool(i.answer)), i.end_ns - i.start_ns
             lost.update(bin_of(i.start_ns + span_ns * n // i.attempts) for n in range(without))
     return _Counts(said[EventKind.OPERATION_APPLIED], said[EventKind.OPERATION_REPLAYED], +lost)
 
