@@ -19,13 +19,18 @@ from reference_impl.blockservice.store import Store
 from reference_impl.processes import end_child, last_line
 from reference_impl.secret import TOKEN_VARIABLE
 from workloads.operation_rows import ControlRows, Invocation, joined, read_rows, rows_of_store
-from workloads.operations import OperationsPlan, Sample
+from workloads.operations import CALL_S, POLICY, OperationsPlan, Sample
 
 SPARE_S: Final = 120.0
 """For what is asked again, and for taking the pins back."""
 STOP_LIMIT_S: Final = 10.0
 CLIENTS: Final = "clients"
 """The node of the clients' own metrics."""
+
+
+def client_policy() -> dict[str, float]:
+    """Return how the clients retry, for the manifest: the policy's fields, and what a whole call may take."""
+    return msgspec.structs.asdict(POLICY) | {"call_timeout_s": CALL_S}
 
 
 class OperationsFailed(PdproofError):
@@ -45,7 +50,8 @@ class ControlLoad:
         plan = OperationsPlan(
             targets=self._targets, owner=TENANT, strangers=[f"tenant-{n}" for n in range(1, spec.tenants)],
             clients=spec.clients, rate_per_s=spec.rate_per_s, start_ns=start_ns, seconds=self._seconds,
-            seed=self._seed, rows=str(_rows(writer)), samples=str(_samples(writer)), parent_pid=os.getpid(),
+            seed=self._seed, rows=str(_rows(writer)), samples=str(_samples(writer)),
+            log=str(writer.logs / "clients-rpc.jsonl"), parent_pid=os.getpid(),
         )  # fmt: skip
         with (writer.logs / "operations.log").open("wb") as log:
             self._child = await asyncio.create_subprocess_exec(

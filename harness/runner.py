@@ -21,7 +21,7 @@ from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from faults.router_hold import RouterHold
 from harness import content, machine
-from harness.control_load import ControlLoad, gathered
+from harness.control_load import ControlLoad, client_policy, gathered
 from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
 from harness.holding import held
 from harness.load import LocustLoad
@@ -137,7 +137,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise BadInput(f"--time-scale {self.time_scale:g}: {error}; choose a smaller one") from error
         roles = {w: "prefill" if w.startswith("p") else "decode" for w in self.scenario.worker_ids}
-        return {"terms": msgspec.to_builtins(as_run), "roles": roles}
+        moving = {"terms": msgspec.to_builtins(as_run), "roles": roles}
+        return moving | ({"client_policy": client_policy()} if self.scenario.control else {})
 
 
 async def execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
@@ -335,7 +336,9 @@ class _Run:
     def _fail_point(self, spec: FaultSpec, victim: ProcessRef, told: dict[str, Scalar]) -> FailPoint:
         assert spec.point is not None
         assert spec.action is not None
-        order = Order(point=spec.point, action=spec.action, times=max(1, spec.requests), seconds=spec.seconds)
+        order = Order(
+            point=spec.point, action=spec.action, times=max(1, spec.requests), seconds=spec.seconds, method=spec.method
+        )
         told |= {"point": spec.point, "action": spec.action, "requests": order.times, "seconds": spec.seconds}
         return FailPoint(
             victim, self._target.announcement.blocks[spec.worker], self._target.token.encode(), order,

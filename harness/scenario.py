@@ -92,6 +92,8 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """fail_point: where."""
     action: Action | None = None
     """fail_point: what happens there; `seconds` of a delay are not scaled."""
+    method: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """fail_point: only to calls of this method of blocks.proto; "": to any."""
 
     def __post_init__(self) -> None:
         """Refuse a fault that would do nothing."""
@@ -102,8 +104,8 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"seconds and requests are of a router_hold, and this is a {self.kind}")
         if self.kind is FaultKind.FAIL_POINT:
             self._check_point()
-        elif self.point is not None or self.action is not None:
-            raise ValueError(f"point and action are of a fail_point, and this is a {self.kind}")
+        elif self.point is not None or self.action is not None or self.method:
+            raise ValueError(f"point, action and method are of a fail_point, and this is a {self.kind}")
         if self.kind is FaultKind.ROUTER_HOLD and self.worker:
             raise ValueError("a router_hold strikes no worker")
         if self.kind is FaultKind.ROUTER_HOLD and not (self.seconds and self.requests):
@@ -112,7 +114,9 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _check_point(self) -> None:
         if not self.worker or self.point is None or self.action is None:
             raise ValueError("a fail_point needs worker, point and action")
-        order = Order(point=self.point, action=self.action, times=max(1, self.requests), seconds=self.seconds)
+        order = Order(
+            point=self.point, action=self.action, times=max(1, self.requests), seconds=self.seconds, method=self.method
+        )  # fmt: skip
         field, problem = order.problem()
         if field:
             raise ValueError(f"{field}: {problem}")
@@ -179,6 +183,8 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Answers that had been given before."""
     crashes_min: Annotated[int, msgspec.Meta(ge=0)] = 5
     """Faults that ended a process, injected and proved."""
+    migration_mib_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    """What a tenant's migrations may move to a node, in MiB a second; 0: as much as there is."""
     storm_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
     """Behind the run, a retry storm of so many seconds with the retry budget, and one without; 0: none."""
 

@@ -23,6 +23,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from reference_impl.blockservice.buckets import Bucket, Limit, Rate
 from reference_impl.blockservice.config import BlockServiceConfig
 from reference_impl.blockservice.peers import read_address
 from reference_impl.content import BLOCK_BYTES
@@ -64,6 +65,16 @@ class BlocksOptions(msgspec.Struct, frozen=True):
 
     fail_points: bool = False
     """Whether they can be made to fail at named places."""
+    migration_mib_per_s: float = 0.0
+    """What a tenant's migrations may move to a node; 0: no limit."""
+
+    @property
+    def buckets(self) -> dict[Bucket, Limit]:
+        """The limits of each node: a second's worth may come at once, and a whole group in any case, in pieces."""
+        if not self.migration_mib_per_s:
+            return {}
+        per_s = self.migration_mib_per_s * 2**20
+        return {Bucket.MIGRATION_BYTES: Limit(tenant=Rate(per_s=per_s, burst=per_s))}
 
 
 class DeploymentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,6 +304,7 @@ class Deployment:
             events_file=str(config.events_dir / f"events-{worker_id}-blocks.jsonl"),
             log_file=str(config.logs_dir / f"{worker_id}-rpc.jsonl"),
             loan_ms=config.terms.first_ns // NS_PER_MS, fail_points=options.fail_points,
+            buckets=options.buckets,
         )  # fmt: skip
 
     async def _spawn(
@@ -352,6 +364,10 @@ def _redundant(status: WorkerStatus, shadow: bool) -> bool:
     return len(status.engines(EngineState.ACTIVE)) == 1 and parked == int(shadow)
 
 
+def _blocks(arguments: argparse.Namespace) -> BlocksOptions | None:
+    return BlocksOptions(arguments.fail_points, arguments.migration_mib_per_s) if arguments.blocks else None
+
+
 async def _serve(arguments: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -373,7 +389,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
             decode_ranks=arguments.decode_ranks,
             decode_slots=arguments.decode_slots,
             decode_clock_offset_s=arguments.decode_clock_offset_s,
-            blocks=BlocksOptions(arguments.fail_points) if arguments.blocks else None,
+            blocks=_blocks(arguments),
             shadow=arguments.shadow,
             run_dir=run_dir,
             events_dir=_folder(folder / "parts" if arguments.folder else folder),

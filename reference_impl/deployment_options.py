@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="a block-group service (gRPC) beside each worker's engines")  # fmt: skip
     parser.add_argument("--fail-points", action="store_true",
                         help="with --blocks: let those services be made to fail at named places")  # fmt: skip
+    parser.add_argument("--migration-mib-per-s", type=float, default=0.0,
+                        help="with --blocks: what a tenant's groups may take of a node they move to (0: no limit)")  # fmt: skip
     _add_split(parser.add_argument_group("prefill and decode apart"))
     return parser
 
@@ -110,6 +112,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(
             f"--decode-slots must be at least 0, and needs --prefill and --decode; got {arguments.decode_slots}"
         )
+    if not 0 <= arguments.migration_mib_per_s < math.inf:
+        parser.error(f"--migration-mib-per-s must be at least 0, got {arguments.migration_mib_per_s}")
     if arguments.fail_points and not arguments.blocks:
         parser.error("--fail-points needs --blocks: they are those of the block services")
     if arguments.decode_clock_offset_s and not apart:

@@ -28,6 +28,7 @@ from reference_impl.rules.blockgroups import (
 REMEMBERED: Final = 256
 """Operations that may be asked for once more."""
 SLOTS_MAX: Final = 8
+LOOK_AT_MIGRATIONS: Final = 0.3
 KINDS: Final = {
     "pin": 0.18, "unpin": 0.24, "reserve": 0.24, "prepare_get": 0.012, "start_migrate": 0.08, "cancel_migrate": 0.02,
     "evict": 0.02, "again": 0.12, "changed": 0.03, "stale": 0.02, "future": 0.01, "foreign": 0.01,
@@ -74,6 +75,12 @@ class Mix:
         if asked is not None and kind != "changed":
             self._note(asked)
         return asked
+
+    def look(self, known: list[Known]) -> Known | Asked | None:
+        """Return what is to be looked at: a group, or a migration that was started; None: there is neither."""
+        if self._migrations and self._rng.random() < LOOK_AT_MIGRATIONS:
+            return self._migrations[int(self._rng.integers(len(self._migrations)))]
+        return known[int(self._rng.integers(len(known)))] if known else None
 
     def release(self, now_ms: int) -> list[Asked]:
         """Return an unpin for every pin that may stand: what is to be done at the end."""

@@ -18,15 +18,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reference_impl.blockservice import blocks_pb2 as pb
 from reference_impl.blockservice import wire
-from reference_impl.blockservice.client import BlockClient, CallOutcome, Credentials, Result
+from reference_impl.blockservice.client import (
+    BlockClient,
+    BreakerLimits,
+    BreakerState,
+    CallOutcome,
+    Credentials,
+    Result,
+)
 from reference_impl.blockservice.client_metrics import ClientMetrics
 from reference_impl.blockservice.credentials import credential
+from reference_impl.blockservice.rpc_log import RpcLog
 from reference_impl.processes import die_with_parent
 from reference_impl.realclock import host_ns, now_ns, wall_ns
 from reference_impl.rules.blockgroups import GroupState
 from reference_impl.rules.clock import NS_PER_MS, NS_PER_S
 from reference_impl.rules.operations import canonical
-from reference_impl.rules.retries import RetryPolicy
+from reference_impl.rules.retries import RetryBudget, RetryPolicy
 from reference_impl.secret import TOKEN_VARIABLE
 from workloads.chance import generator
 from workloads.operation_mix import Asked, Known, Mix
@@ -37,6 +45,11 @@ SAMPLE_S: Final = 0.5
 CALL_S: Final = 4.0
 """What an operation's caller has time for; its attempts, pauses and waits together."""
 POLICY: Final = RetryPolicy(attempts_max=6, initial_s=0.05, max_s=1.0, attempt_timeout_s=1.0)
+BUDGET_TOKENS: Final = 40.0
+"""Of a client, for all nodes together: a service's restart costs each of its calls some attempts."""
+BREAKER: Final = BreakerLimits(failures=12)
+"""Two calls with all their attempts."""
+READ_S: Final = 0.1
 AGAIN_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before an operation that ended as unknown is asked again."""
 RUNNING_MAX: Final = 512
@@ -64,6 +77,8 @@ class OperationsPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A file of `Invocation`s, one a line."""
     samples: str
     """A file of `Sample`s, one a line: the clients' own metrics."""
+    log: str = ""
+    """A file of one line a call, as the services write theirs; empty: none."""
     parent_pid: int = 0
 
 
@@ -90,10 +105,13 @@ class Operations:
         self._samples = Path(plan.samples).open("ab", buffering=0)  # noqa: SIM115 # as above
         self._known: dict[str, list[Known]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._log = RpcLog(Path(plan.log) if plan.log else None)
+        budgets = [RetryBudget(BUDGET_TOKENS) for _ in range(plan.clients)]
         self._clients = {
             (number, tenant, node): BlockClient(
                 target, Credentials(tenant, credential(secret, tenant)), policy=POLICY, connections=1,
-                metrics=self._metrics[number],
+                metrics=self._metrics[number], budget=budgets[number], breaker=BREAKER, log=self._log.say,
+                changed=self._breaker_changed,
             )
             for tenant in [plan.owner, *plan.strangers]
             for number in range(plan.clients if tenant == plan.owner else 1)
@@ -106,7 +124,7 @@ class Operations:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Do it all, or as much as there is time for until `stop`."""
-        beside = [asyncio.create_task(self._list()), asyncio.create_task(self._sample())]
+        beside = [asyncio.create_task(work) for work in (self._list(), self._read(), self._sample())]
         try:
             await self._arrive(stop)
             await self._finish(stop)
@@ -118,6 +136,7 @@ class Operations:
                 await client.close()
             self._rows.close()
             self._samples.close()
+            self._log.close()
 
     async def _arrive(self, stop: asyncio.Event) -> None:
         """Start operations on an absolute schedule."""
@@ -183,6 +202,24 @@ class Operations:
                 if isinstance(listed.reply, pb.ListGroupsReply):
                     self._known[node] = [Known(node, g.block_group_id, g.epoch, g.pins) for g in listed.reply.groups]
             await asyncio.sleep(LIST_S)
+
+    async def _read(self) -> None:
+        """Look at a group, and at a migration, now and then: reads are asked among the writes."""
+        while True:
+            await asyncio.sleep(READ_S)
+            asked = self._mix.look([group for groups in self._known.values() for group in groups])
+            if asked is None:
+                continue
+            client = self._clients[0, self._plan.owner, asked.node]
+            if isinstance(asked, Known):
+                await client.get_metadata(asked.block_group_id, timeout_s=1.0)
+            else:
+                await client.get_migrate_status(asked.operation_id, issued_ms=asked.issued_ms, timeout_s=1.0)
+
+    def _breaker_changed(self, _before: BreakerState, after: BreakerState) -> None:
+        """Write down each change: between two samples one may open and close."""
+        value = float(list(BreakerState).index(after))
+        self._samples.write(msgspec.json.encode(Sample(host_ns(), "circuit_breaker_state", value)) + b"\n")
 
     async def _sample(self) -> None:
         """Write the clients' own metrics down."""

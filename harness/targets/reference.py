@@ -47,7 +47,7 @@ class ReferenceTarget:
             "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
             "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
             "--end-with-stdin", *_workers(scenario, terms),
-            *(["--blocks", "--fail-points"] if scenario.control else []),
+            *_blocks(scenario),
         ]  # fmt: skip
         self._run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
         self._arguments += ["--run-dir", str(self._run_dir)]
@@ -148,6 +148,13 @@ class ReferenceTarget:
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _blocks(scenario: Scenario) -> list[str]:
+    """Return the options of the deployment's block services."""
+    if scenario.control is None:
+        return []
+    return ["--blocks", "--fail-points", f"--migration-mib-per-s={scenario.control.migration_mib_per_s}"]
 
 
 def _workers(scenario: Scenario, terms: KvTerms | None) -> list[str]:

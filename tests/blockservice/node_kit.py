@@ -259,6 +259,16 @@ class MortalStore(Store):
             self.life.site.world.reach(self.life)
 
 
+class Idle:
+    """A migrator that writes down what it is told to drive."""
+
+    def __init__(self) -> None:
+        self.driven: list[str] = []
+
+    def drive(self, _tenant: str, operation_id: str) -> None:
+        self.driven.append(operation_id)
+
+
 class Life:
     """One life of a service."""
 
@@ -282,6 +292,8 @@ class Life:
         )  # fmt: skip
         self.taken: list[tuple[str, int]] = []
         """Of the bucket of migrations' bytes."""
+        if world.still:
+            self.node.migrations = Idle()  # type: ignore[assignment]
 
     def _say(self, kind: Any, subject: str, **detail: Any) -> None:
         self.events.append((kind, subject, detail))
@@ -378,7 +390,8 @@ class Site:
             await self.life.end()
         self.life = Life(self)
         await self.life.line.come()
-        await self.life.migrator.resume()
+        if not self.world.still:
+            await self.life.migrator.resume()
 
     async def restart(self, side: Side) -> None:
         """Come back from a death."""
@@ -400,9 +413,15 @@ class Site:
 
 
 class World:
-    """Some sites. `crash_at(n, site, side)` chooses who dies at the n-th point from then on."""
+    """Some sites. `crash_at(n, site, side)` chooses who dies at the n-th point from then on.
 
-    def __init__(self, folder: Path, *names: str, polls: int = 2, limit_s: float = LIMIT_S) -> None:
+    `still`: nobody drives migrations.
+    """
+
+    def __init__(
+        self, folder: Path, *names: str, polls: int = 2, limit_s: float = LIMIT_S, still: bool = False
+    ) -> None:  # fmt: skip
+        self.still = still
         self.clock = Clock(NOW_MS)
         self.polls, self.limit_s = polls, limit_s
         self.points: FailPoints | None = None

@@ -378,3 +378,22 @@ def test_a_log_line_that_cannot_be_read_is_counted(tmp_path: Path) -> None:
 )
 def test_effects_in_words(double: int, said: str) -> None:
     assert effects(double) == said
+
+
+def test_without_a_callers_log_only_writes_are_held_against_a_calls_time(tmp_path: Path) -> None:
+    run = reply_loss(seconds=8, faults=[])
+    run.lines.pop("clients")
+    run.lines["p0"].append(msgspec.structs.replace(run.lines["p0"][0], rpc_method="Accept", timeout_ms=5000))
+    question = summary_of(tmp_path, run).questions["q3"]
+    assert (question.status, question.answer) == (
+        Status.SHOWN, "The write with most time left had 999 ms, of calls with 4,000 ms in all.")  # fmt: skip
+
+
+def test_calls_that_never_left_are_no_attempts(tmp_path: Path) -> None:
+    run = reply_loss(seconds=8, faults=[])
+    last = run.control.invocations[-1]
+    run.control.invocations.append(msgspec.structs.replace(
+        last, operation_id="never-left", outcome="fail", attempts=0, answer="", refusal="", replayed=False,
+        error_code="CIRCUIT_OPEN"))  # fmt: skip
+    method = summary_of(tmp_path, run).methods["all"]
+    assert (method.attempts_mean, method.failed) == (1.0, 1)
