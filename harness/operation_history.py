@@ -36,6 +36,9 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     ok: int
     fail: int
     unknown: int
+    """Invocations of which the caller did not learn what became of them."""
+    unresolved: int
+    """Operations of which nobody ever learned it."""
     operations: int
     """Distinct ids, by node and tenant."""
     applied: int
@@ -181,6 +184,7 @@ def _counts(invocations: Sequence[Invocation], cases: Sequence[Case]) -> Counts:
     return Counts(
         invocations=len(invocations), ok=outcomes.count("ok"), fail=outcomes.count("fail"),
         unknown=outcomes.count("unknown"), operations=len(cases),
+        unresolved=sum(bool(c.invocations) and all(i.outcome == "unknown" for i in c.invocations) for c in cases),
         applied=sum(case.is_applied for case in cases),
         retried=sum(case.retried for case in cases),
         replayed=sum(i.replayed for i in invocations),

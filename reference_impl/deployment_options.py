@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fail-points", action="store_true",
                         help="with --blocks: let those services be made to fail at named places")  # fmt: skip
     parser.add_argument("--migration-mib-per-s", type=float, default=0.0,
-                        help="with --blocks: what a tenant's groups may take of a node they move to (0: no limit)")  # fmt: skip
+                        help="with --blocks: what a tenant may move to a node (default: no limit)")  # fmt: skip
     _add_split(parser.add_argument_group("prefill and decode apart"))
     return parser
 

@@ -95,7 +95,7 @@ def _ends_a_process(fault: Event) -> bool:
 def _told(counts: Counts) -> str:
     return (
         f"{counts.operations} operations: {counts.retried} retried, {counts.replayed} replayed, "
-        f"{counts.refused} refused, {counts.unknown} with an unknown outcome; "
+        f"{counts.refused} refused, {counts.unresolved} of unknown outcome to the end; "
         f"{counts.effects} effects, {counts.double_effects} double effects"
     )
 

@@ -140,7 +140,8 @@ class _Call:
             # A name that comes twice says nothing for certain, so it says nothing.
             self.metadata[key] = "" if key in self.metadata or isinstance(value, bytes) else value
         self.attempt = _attempt(self.metadata.get(credentials.ATTEMPT_KEY, "1"))
-        self.left_s: float | None = context.time_remaining()
+        told_s = context.time_remaining()
+        self.left_s: float | None = None if told_s is None else _LEFT_SHARE * told_s
         self.tenant = ""
         self.line = Line(request_id=self.metadata.get(credentials.REQUEST_ID_KEY, ""))
         self.code = "CANCELLED"
@@ -295,7 +296,7 @@ class BlockServer:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, Rule.NO_DEADLINE, message, "deadline")
         if not call.attempt:
             raise BadRequest(credentials.ATTEMPT_KEY, f"must be a number from 1 to {ATTEMPT_MAX}")
-        return min(_LEFT_SHARE * call.left_s, DEADLINE_S_MAX)
+        return min(call.left_s, DEADLINE_S_MAX)
 
     def _authenticate(self, call: _Call) -> None:
         """Find out who calls. Every wrong answer reads the same, whatever of it is wrong."""
@@ -326,7 +327,7 @@ class BlockServer:
         self._log.say(
             msgspec.structs.replace(
                 call.line, rpc_method=call.method.name, retry_count=max(0, call.attempt - 1),
-                timeout_ms=None if call.left_s is None else round(call.left_s * 1000),
+                timeout_ms=None if call.left_s is None else int(call.left_s * 1000),
                 error_code=code or call.refusal, latency_ms=round(latency_ns / NS_PER_MS, 3),
             )
         )  # fmt: skip

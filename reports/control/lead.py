@@ -16,7 +16,7 @@ def lead(summary: ControlSummary) -> str:
     asked = f"{words.plural(c.operations, 'operation')} in {words.duration(summary.seconds)}{_through(summary.proved)}"
     answers = f"{c.retried:,} retried, {c.replayed:,} answers replayed, {c.refused:,} refused"
     return (
-        f"{begin}{asked}: {answers}, {summary.unresolved:,} of unknown outcome; {effects(c.double_effects)}, and "
+        f"{begin}{asked}: {answers}, {c.unresolved:,} of unknown outcome; {effects(c.double_effects)}, and "
         f"{_users(summary)}."
     )
 

@@ -58,8 +58,6 @@ class ControlSummary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """First call begun -> last call ended."""
     counts: Counts
-    unresolved: int
-    """Operations of which no call ever learned what became of them."""
     breaches: dict[str, int]
     """Of the history's rules, by rule; empty: none."""
     proved: Proved
@@ -108,7 +106,7 @@ def read(run: RunFolder) -> Read:
     summary = ControlSummary(
         format=FORMAT, verdict=_verdict(run, facts, reasons), reasons=reasons, run_id=m.run_id, scenario=m.scenario,
         profile=m.profile, time_scale=m.time_scale, seed=m.seed, emulated=list(m.emulated),
-        seconds=_seconds(run), counts=facts.counts, unresolved=_unresolved(run),
+        seconds=_seconds(run), counts=facts.counts,
         breaches=facts.breaches, proved=proved, faults=fates(run, struck),
         outages=summarise_outages(gone), methods=facts.methods, users=facts.users, moves=facts.moves,
         storms=facts.storms, metrics=facts.gauges, breaker=facts.breaker, log=facts.log, questions=checklist(facts),
@@ -127,14 +125,6 @@ def _end_ns(run: RunFolder) -> int:
 def _seconds(run: RunFolder) -> float:
     rows = run.control.invocations
     return (max(i.end_ns for i in rows) - min(i.start_ns for i in rows)) / 1e9 if rows else 0.0
-
-
-def _unresolved(run: RunFolder) -> int:
-    known: dict[tuple[str, str, str], bool] = {}
-    for i in run.control.invocations:
-        key = (i.node, i.tenant, i.operation_id)
-        known[key] = known.get(key, False) or i.outcome != "unknown"
-    return sum(not told for told in known.values())
 
 
 def _proved(struck: list[Strike]) -> Proved:

@@ -148,7 +148,11 @@ async def test_a_service_that_dies_anywhere_leaves_what_a_retry_brings_to_the_sa
     assert clean.answer.refusal is case.refusal
     for at in range(1, 40):
         done, found, crashed, _ = await run(tmp_path / str(at), case, at)
-        assert (plain(done.answer), found) == (plain(clean.answer), expected), f"it died at point {at}"
+        if case.engine is lost:  # found out when the two meet again, if not before: the group is evicted either way
+            assert found[0] == expected[0], f"it died at point {at}"
+            assert done.answer.refusal in (case.refusal, Refusal.STALE_EPOCH)
+        else:
+            assert (plain(done.answer), found) == (plain(clean.answer), expected), f"it died at point {at}"
         if not crashed:
             break
     assert at > 1 + (case.refusal is Refusal.NONE), "some points were passed"

@@ -62,7 +62,7 @@ def test_what_was_counted_is_said(tmp_path: Path) -> None:
     for name in ("retried", "replayed", "refused", "effects"):
         assert f"{evidence[name]} {name}" in found
     assert "0 double effects" in found
-    assert f"{evidence['unknown']} with an unknown outcome" in found
+    assert f"{evidence['unresolved']} of unknown outcome to the end" in found
     assert results["operations-load"].evidence["crashes"] == 1
 
 

@@ -54,7 +54,7 @@ def test_a_run_under_faults_in_the_figures_of_its_rows() -> None:
     assert summary.counts == counts_of(rows)
     assert summary.counts.invocations == len(rows.invocations)
     assert summary.counts.replayed == sum(i.replayed for i in rows.invocations) > 0
-    assert summary.counts.double_effects == summary.unresolved == 0
+    assert summary.counts.double_effects == summary.counts.unresolved == 0
     assert (
         summary.seconds == (max(i.end_ns for i in rows.invocations) - min(i.start_ns for i in rows.invocations)) / 1e9
     )
