@@ -8,7 +8,7 @@ import shlex
 import msgspec
 
 from harness.run_folder import RunFolder
-from harness.verdicts import CheckResult, Verdict
+from harness.verdicts import CheckResult
 from reports import words
 from reports.arms import ArmSummary, OverLimit
 from reports.differences import differences
@@ -17,6 +17,7 @@ from reports.figures.footprint import memory_panels
 from reports.figures.phases import Phases, phases
 from reports.figures.style import Panel
 from reports.figures.ttft import ttft_panels
+from reports.heading import RunHead
 from reports.kills import NAMES, FaultRow, KillTable, fault_rows, kill_table
 from reports.lead import comparison_lead, run_lead
 from reports.published import WINDOW_S, Published
@@ -81,20 +82,9 @@ class RunFacts(msgspec.Struct, frozen=True):
     configuration: str
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class View(RunHead, frozen=True, kw_only=True):
     """Everything that both pages show."""
 
-    verdict: Verdict
-    lead: str
-    reasons: list[str]
-    emulated: list[str]
-    compute_emulated: bool
-    profile: str
-    time_scale: str
-    seed: int
-    started: str
-    version: str
-    sources: list[str]
     sections: list[tuple[str, str]]
     window: str
     phases: list[Phases]
@@ -111,8 +101,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[Checks]
     faults: list[Faults]
     runs: list[RunFacts]
-    comparison: list[Row] = []
-    differences: list[tuple[str, str]] = []
+    comparison: list[Row] = msgspec.field(default_factory=list)
+    differences: list[tuple[str, str]] = msgspec.field(default_factory=list)
     published_source: str = ""
     run_title: str = ""
 

@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 
 from harness.run_folder import RunFolder
-from harness.verdicts import Verdict
 from reports import words
 from reports.control.figures.storm import storm_panels
 from reports.control.figures.timeline import NodeChart, bin_s, node_charts
@@ -32,6 +31,7 @@ from reports.control.tables import (
     user_table,
 )
 from reports.figures.style import Panel
+from reports.heading import Heading
 from reports.kills import fault_rows
 from reports.tables import is_emulated
 from reports.view import Checks, Faults, RunFacts, client_errors, run_facts
@@ -114,23 +114,9 @@ class StoryView(msgspec.Struct, frozen=True):
     lines: list[RpcLine]
 
 
-class ControlView(msgspec.Struct, frozen=True, kw_only=True):
+class ControlView(Heading, frozen=True, kw_only=True):
     """Everything on the page."""
 
-    verdict: Verdict
-    lead: str
-    reasons: list[str]
-    emulated: list[str]
-    compute_emulated: bool
-    title: str
-    about: str
-    profile: str
-    time_scale: str
-    seed: int
-    started: str
-    version: str
-    sources: list[str]
-    sections: list[tuple[str, str]]
     nodes: list[NodeChart]
     bin: str
     outage_table: Table

@@ -10,6 +10,7 @@ from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
 from reports import words
 from reports.figures.style import Panel
+from reports.heading import Heading
 from reports.kills import fault_rows
 from reports.kv.arms import KvArm
 from reports.kv.clocks import Clock
@@ -71,23 +72,9 @@ class ThinkRow(msgspec.Struct, frozen=True):
     ttft: str
 
 
-class KvView(msgspec.Struct, frozen=True, kw_only=True):
+class KvView(Heading, frozen=True, kw_only=True):
     """Everything on the page."""
 
-    verdict: Verdict
-    lead: str
-    reasons: list[str]
-    emulated: list[str]
-    compute_emulated: bool
-    title: str
-    about: str
-    profile: str
-    time_scale: str
-    seed: int
-    started: str
-    version: str
-    sources: list[str]
-    sections: list[tuple[str, str]]
     designs: list[Design]
     bars: list[ReclaimBar]
     held: list[Sized]
