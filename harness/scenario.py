@@ -10,6 +10,7 @@ import msgspec
 from harness.errors import BadInput
 from reference_impl import named_toml
 from reference_impl.blockservice.failpoints import Action, Order, Point
+from reference_impl.blockservice.metrics import METHODS
 from reference_impl.rules.terms import KvTerms, LeaseDesign, LoadPolicy
 
 PACKAGE: Final = "harness.scenarios"
@@ -120,6 +121,12 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         field, problem = order.problem()
         if field:
             raise ValueError(f"{field}: {problem}")
+        if self.method and self.method not in METHODS:
+            raise ValueError(f"method: {self.method} is none of blocks.proto's: {', '.join(METHODS)}")
+        if self.method and self.point.startswith("migration"):
+            raise ValueError(f"method: no call passes {self.point}")
+        if self.action in (Action.EXIT, Action.KILL) and self.requests > 1:
+            raise ValueError(f"requests: a process ends once, got {self.requests} with {self.action}")
 
 
 _Ranks = Literal[1, 2, 4, 8]

@@ -25,6 +25,7 @@ import msgspec
 
 from reference_impl.blockservice.buckets import Bucket, Limit, Rate
 from reference_impl.blockservice.config import BlockServiceConfig
+from reference_impl.blockservice.credentials import SECRET_BYTES_MIN
 from reference_impl.blockservice.peers import read_address
 from reference_impl.content import BLOCK_BYTES
 from reference_impl.deployment_options import parse
@@ -168,6 +169,11 @@ class Deployment:
         self._stopping = False
         self._places = places(config)
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+        if config.blocks is not None and len(token.encode()) < SECRET_BYTES_MIN:
+            raise DeploymentError(
+                f"{TOKEN_VARIABLE} must have at least {SECRET_BYTES_MIN} bytes where there are block services: give it "
+                "more, or unset it, and one is made", 2,
+            )  # fmt: skip
         self._environment = os.environ | {TOKEN_VARIABLE: token}
 
     async def start(self, progress: Callable[[str], None] = lambda _: None) -> Announcement:

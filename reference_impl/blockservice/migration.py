@@ -34,6 +34,8 @@ LIMIT_S: Final = 30.0
 LOOK_S: Final = 0.05
 RETRY_S: Final = 0.2
 RETRY_S_MAX: Final = 2.0
+OVER_MAX: Final = 4096
+"""Migrations to this node of which it is remembered that they are over, beside those that the store knows."""
 _LOGGER: Final = logging.getLogger(__name__)
 
 
@@ -74,8 +76,10 @@ class Migrator:
         self._driving: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._paying: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Copies that wait for their share of the bucket, or have had it: asked again, they take no more."""
-        self._lent: dict[tuple[str, str], str] = {}
-        """The token of the loan that a migration has given its target."""
+        self._orders: dict[tuple[str, str], AcceptOrder] = {}
+        """What targets were told, with the loans that are theirs."""
+        self._over: dict[tuple[str, str], None] = {}
+        """Migrations to this node that have ended: an order of one may lie in a connection for long, and come late."""
         node.migrations = self
 
     async def resume(self) -> None:
@@ -136,23 +140,25 @@ class Migrator:
         return ""
 
     async def _order(self, tenant: str, migration: Migration) -> AcceptOrder:
-        """Lend the group to the target."""
+        """Lend the group to the target, unless that is done."""
         key = (tenant, migration.operation_id)
+        if key in self._orders:
+            return self._orders[key]
         while True:
             async with self._node.gate.operation((tenant, migration.block_group_id)):
                 group = await self._group(tenant, migration)
                 place = self._node.new_place(group)
-                self._lent[key] = place.transfer_token
                 with contextlib.suppress(NoEngine):
                     said = await self._node.ask(link.Lend(group.block_group_id, place.transfer_token))
                     if said.handoff:
                         break
                     raise _Failed(said.problem or "its blocks are not here any more")
             await asyncio.sleep(RETRY_S)  # the engine is away: if it died, the group went with it, and we shall be told
-        return AcceptOrder(
+        order = self._orders[key] = AcceptOrder(
             operation_id=migration.operation_id, tenant=tenant, group=group, digests=tuple(said.digests),
             place=msgspec.structs.replace(place, handoff=said.handoff),
         )  # fmt: skip
+        return order
 
     async def _copied(self, tenant: str, migration: Migration, order: AcceptOrder) -> None:
         """Return once the target has its copy. Raises _Failed."""
@@ -185,10 +191,10 @@ class Migrator:
         status = MigrationStatus.FAILED if problem else MigrationStatus.SUCCEEDED
         name, operation_id = migration.block_group_id, migration.operation_id
         async with self._node.gate.operation((tenant, name)):
-            token = self._lent.pop((tenant, operation_id), "")
-            if token:  # nobody is to begin to read it now; who reads already ends the loan himself
+            order = self._orders.pop((tenant, operation_id), None)
+            if order is not None:  # nobody is to begin to read it now; who reads already ends the loan himself
                 with contextlib.suppress(NoEngine):
-                    await self._node.ask(link.TakeBack(token))
+                    await self._node.ask(link.TakeBack(order.place.transfer_token))
             ended = await self._node.call(lambda store: store.end_migration(tenant, operation_id, status, problem))
             if ended is not None and ended.status is MigrationStatus.SUCCEEDED:
                 await self._reach(Point.MIGRATION_DECIDED)
@@ -221,6 +227,8 @@ class Migrator:
         """Fetch a copy, or say how far it is. Raises NoEngine, StoreError."""
         tenant, operation_id, name = order.tenant, order.operation_id, order.group.block_group_id
         async with self._node.gate.operation((tenant, name)):
+            if (tenant, operation_id) in self._over:
+                return Copy.SETTLED, ""
             taken = await self._node.call(lambda store: store.accept(tenant, operation_id, order.group))
             if taken is None:
                 return Copy.FAILED, f"{name} is here already, and does not come by this migration"
@@ -228,7 +236,11 @@ class Migrator:
                 return Copy.SETTLED, ""
         if not await self._paid(tenant, operation_id, order.group.size_bytes):
             return Copy.ARRIVING, ""
-        async with self._node.gate.operation((tenant, name)):
+        return await self._fetched(order)
+
+    async def _fetched(self, order: AcceptOrder) -> tuple[Copy, str]:
+        tenant, operation_id = order.tenant, order.operation_id
+        async with self._node.gate.operation((tenant, order.group.block_group_id)):
             if await self._node.call(lambda store: store.arriving(tenant, operation_id)) is None:
                 self._paying.pop((tenant, operation_id), None)
                 return Copy.SETTLED, ""  # meanwhile
@@ -255,6 +267,9 @@ class Migrator:
     async def settle(self, order: SettleOrder) -> Copy:
         """Take in how a migration has ended. Raises NoEngine, StoreError."""
         tenant, operation_id = order.tenant, order.operation_id
+        self._over[tenant, operation_id] = None  # first: an order is now turned away, or was queued before we look
+        if len(self._over) > OVER_MAX:
+            del self._over[next(iter(self._over))]
         name = await self._node.call(lambda store: store.arriving(tenant, operation_id))
         if name is None:  # settled before, or never accepted
             return Copy.SETTLED

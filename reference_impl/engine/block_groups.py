@@ -26,6 +26,8 @@ from reference_impl.rules.handoff import BadHandOff, parse
 
 COPIES_MAX: Final = 4096
 """Migrations whose outcome is remembered; an older one would be begun anew, and find everything here."""
+LOOKS_MAX: Final = 1024
+"""Groups that are looked at in one go: a millisecond of the event loop's time."""
 FRESH_MAX: Final = 64
 """New groups that wait for their checksum; with more the newest are left out, and can be published another time."""
 
@@ -66,11 +68,13 @@ class BlockGroups:
         """By digest: how many groups it is part of."""
         self._holding: Counter[bytes] = Counter()
         """By digest: how many groups that are held it is part of."""
+        self._to_look_at: list[str] = []
+        """Groups that `gone` has still to look at in this round."""
         self._lost: list[str] = []
         """Groups that were found gone when they were asked for, and are to be told."""
         self._loans: set[str] = set()
-        self._copies: dict[str, link.Copy] = {}
-        """How copies ended, by migration."""
+        self._copies: dict[str, tuple[str, link.Copy]] = {}
+        """How copies ended, and with which hand-off, by migration."""
         self._fetching: dict[str, link.Fetch] = {}
         """Copies that are under way, by migration, until their checksum is known. One that is dropped is out of it."""
         self._unchecked: set[str] = set()
@@ -121,7 +125,11 @@ class BlockGroups:
 
     def gone(self) -> list[str]:
         """Return, and forget, groups whose last block has been used for something else: the last goes first."""
-        gone = [name for name, here in self._groups.items() if not here.held and not self._pool.find(here.digests[-1:])]
+        if not self._to_look_at:
+            self._to_look_at = list(self._groups)
+        looked, self._to_look_at = self._to_look_at[-LOOKS_MAX:], self._to_look_at[:-LOOKS_MAX]
+        found = [(name, self._groups[name]) for name in looked if name in self._groups]
+        gone = [name for name, here in found if not here.held and not self._pool.find(here.digests[-1:])]
         for name in gone:
             self._remove(name)
         lost, self._lost = self._lost, []
@@ -251,10 +259,14 @@ class BlockGroups:
             self._connector.give_up_fetch(fetch.migration)
 
     def _fetch(self, fetch: link.Fetch, now_ns: int) -> link.Copy:
-        """Begin a copy, or say how far it is; one that failed, or was dropped, is begun anew."""
-        copy = self._copies.get(fetch.migration, link.Copy("FAILED"))
-        if copy.state == "COPIED" and fetch.group.block_group_id in self._groups:
-            return copy
+        """Begin a copy, or say how far it is. One that failed is begun anew with another loan, one dropped with any."""
+        over = self._copies.get(fetch.migration)
+        if over is not None:
+            handoff, copy = over
+            if copy.state == "COPIED" and fetch.group.block_group_id in self._groups:
+                return copy
+            if copy.state == "FAILED" and handoff == fetch.handoff:
+                return copy
         if fetch.migration in self._fetching:
             return link.Copy("ARRIVING")
         if self._connector is not None and self._connector.fetching(fetch.migration):
@@ -297,7 +309,7 @@ class BlockGroups:
     def _over(self, fetch: link.Fetch, copy: link.Copy) -> None:
         """Remember how a copy ended."""
         self._fetching.pop(fetch.migration, None)
-        self._copies[fetch.migration] = copy
+        self._copies[fetch.migration] = (fetch.handoff, copy)
         if len(self._copies) > COPIES_MAX:
             del self._copies[next(iter(self._copies))]
 

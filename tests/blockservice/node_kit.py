@@ -1,7 +1,7 @@
-"""Nodes in one process, over real stores, beside engines that are a few lines; either can die at any point of any call.
+"""Nodes in one process, over real stores, beside engines of a few lines; either can die at any point of any call.
 
-A `World` has sites (a, b, ...), each with a store's file, an engine and, one after the other, the lives of a service. It
-counts the points that are passed: each question to an engine before and after it was carried out, each commit, each
+A `World` has sites (a, b, ...), each with a store's file, an engine and, one after the other, the lives of a service.
+It counts the points that are passed: each question to an engine before and after it was carried out, each commit, each
 call of a peer. At the one that was chosen somebody dies, and comes back.
 """
 
@@ -102,35 +102,36 @@ class Engine:
         return {name for name, kept in self.groups.items() if kept.held}
 
     def answer(self, question: link.Question) -> link.Said:
+        said = link.Said(0)
         match question:
             case link.Hold():
                 kept = self._known(question.block_group_id)
                 if kept is not None:
                     kept.held = question.held
-                return link.Said(0, here=kept is not None)
+                said = link.Said(0, here=kept is not None)
             case link.Look():
                 name = question.block_group_id
                 used = name in self.leased or name in self.loans.values()
-                return link.Said(0, here=self._known(name) is not None, in_use=used)
-            case link.Lend():
-                if self._known(question.block_group_id) is None:
-                    return link.Said(0)
+                said = link.Said(0, here=self._known(name) is not None, in_use=used)
+            case link.Lend() if self._known(question.block_group_id) is not None:
                 self.loans[question.token] = question.block_group_id
-                return link.Said(0, here=True, handoff=question.token, digests=[question.block_group_id.encode()])
+                said = link.Said(0, here=True, handoff=question.token, digests=[question.block_group_id.encode()])
             case link.TakeBack():
                 self.end_loan(question.token)
             case link.Drop():
                 self._drop(question.block_group_id)
             case link.Fetch():
-                return link.Said(0, copy=self._fetch(question))
+                said = link.Said(0, copy=self._fetch(question))
             case link.Noted():
                 kept = self.groups.get(question.block_group_id)
                 if kept is not None:
                     kept.known = True
-                return link.Said(0, here=kept is not None)
+                said = link.Said(0, here=kept is not None)
             case link.Sync():
                 self._sync(question)
-        return link.Said(0)
+            case _:
+                pass
+        return said
 
     def _known(self, name: str) -> _Kept | None:
         kept = self.groups.get(name)
@@ -222,7 +223,7 @@ class Line:
         self._coming = asyncio.current_task()
         try:
             await self._life.node.came(engine.hello())
-        except (NoEngine, Crash):
+        except (NoEngine, Crash, StoreError, QueueFull):
             return
         self.linked = engine is self._site.engine
 
@@ -231,8 +232,8 @@ class Line:
         while self.heard and self.linked:
             try:
                 await self._life.node.said(self.heard.pop(0))
-            except (NoEngine, Crash):
-                return
+            except (NoEngine, Crash, StoreError, QueueFull):
+                self.linked = False  # and it comes again
 
 
 class MortalStore(Store):
@@ -349,6 +350,11 @@ class DirectPeer:
         except (Unavailable, StoreError, QueueFull, RateLimited, Crash) as error:
             self._caller.check()
             raise PeerUnreachable(repr(error)) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise PeerUnreachable("it died meanwhile") from None
         self._world.reach(self._caller)
         self._caller.check()
         if self._world.loses():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from reference_impl.blockservice.deadline import within
 from reference_impl.blockservice.engine_link import NoEngine
 from reference_impl.blockservice.errors import Unavailable
 from reference_impl.blockservice.node import TENANT, CallerGone
-from reference_impl.blockservice.store import Done, Store, StoreError
+from reference_impl.blockservice.store import Done, StoreError
 from reference_impl.blockservice.wire import Known
 from reference_impl.blockservice.writer import QueueFull
 from reference_impl.rules.blockgroups import (
@@ -35,7 +35,6 @@ from reference_impl.rules.blockgroups import (
 from reference_impl.rules.operations import WINDOW_MS
 from reference_impl.rules.transfer_tokens import node_key, why_not
 from tests.blockservice.node_kit import (
-    NOW_MS,
     SECRET,
     Idle,
     Site,
@@ -47,7 +46,7 @@ from tests.blockservice.node_kit import (
     plain,
     world,
 )
-from tests.blockservice.store_kit import Crash
+from tests.blockservice.store_kit import NOW_MS, Crash
 
 G: Final = "g"
 PIN, UNPIN = Pin(block_group_id=G, epoch=1, request_id="r"), Unpin(block_group_id=G, epoch=1, request_id="r")
@@ -104,9 +103,8 @@ CASES: Final = {
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "AGAIN_S", 0.002)
-    yield
 
 
 @pytest.fixture
@@ -124,7 +122,7 @@ async def standing(made: World, case: Case) -> Site:
     return site
 
 
-async def run(folder: Path, case: Case, at: int = 0, side: Any = "service") -> tuple[Done, tuple[Any, ...], bool, Site]:
+async def run(folder: Path, case: Case, at: int = 0, side: Any = "service") -> tuple[Done, tuple[Any, ...], bool]:
     async with world(folder, "a", "b", still=True) as made:
         site = await standing(made, case)
         if at:
@@ -135,7 +133,7 @@ async def run(folder: Path, case: Case, at: int = 0, side: Any = "service") -> t
         assert disagreements(site) == [], f"{side} died at point {at}"
         again = await site.node.write(TENANT, "op", NOW_MS, case.request)
         assert (again.answer, again.replayed) == (done.answer, True)
-        return done, picture(site), made.crashed, site
+        return done, picture(site), made.crashed
 
 
 @pytest.mark.rule("KVC-IDEM-001", "KVC-IDEM-002", "KVC-IDEM-003")
@@ -144,10 +142,10 @@ async def test_a_service_that_dies_anywhere_leaves_what_a_retry_brings_to_the_sa
     name: str, tmp_path: Path
 ) -> None:  # fmt: skip
     case = CASES[name]
-    clean, expected, _, _ = await run(tmp_path / "clean", case)
+    clean, expected, _ = await run(tmp_path / "clean", case)
     assert clean.answer.refusal is case.refusal
     for at in range(1, 40):
-        done, found, crashed, _ = await run(tmp_path / str(at), case, at)
+        done, found, crashed = await run(tmp_path / str(at), case, at)
         if case.engine is lost:  # found out when the two meet again, if not before: the group is evicted either way
             assert found[0] == expected[0], f"it died at point {at}"
             assert done.answer.refusal in (case.refusal, Refusal.STALE_EPOCH)
@@ -165,11 +163,10 @@ async def test_an_engine_that_dies_anywhere_leaves_a_node_that_knows_what_is_gon
     """What it held is evicted; the operation has one answer and nobody keeps anything of the dead one."""
     case = CASES[name]
     for at in range(1, 40):
-        _, _, crashed, site = await run(tmp_path / str(at), case, at, "engine")
+        _, (standings, *_), crashed = await run(tmp_path / str(at), case, at, "engine")
         if not crashed:
             break
-        states = {standing.group.state for standing in site.store.finals()}
-        assert states <= {GroupState.EVICTED}
+        assert {standing.group.state for standing in standings} <= {GroupState.EVICTED}
     assert not crashed
 
 
@@ -449,7 +446,7 @@ async def test_concurrent_retries_of_one_operation_have_one_effect_and_one_answe
 async def test_an_operation_is_in_progress_until_it_is_done_and_never_unknown_between(one: Site) -> None:
     assert one.line is not None
     one.line.delay = lambda: 3
-    seen = []
+    seen: list[Known] = []
     assert await one.node.operation(TENANT, "op", NOW_MS) == (Known.UNKNOWN, None)
     task = asyncio.create_task(one.node.write(TENANT, "op", NOW_MS, PIN))
     await asyncio.sleep(0)
@@ -458,24 +455,27 @@ async def test_an_operation_is_in_progress_until_it_is_done_and_never_unknown_be
     assert set(seen) == {Known.IN_PROGRESS, Known.DONE}
     assert await one.node.operation(TENANT, "op", NOW_MS) == (Known.DONE, (await task).answer)
 
-    look = Store.look
 
-    def slow_look(store: Store, tenant: str, operation_id: str) -> Any:
-        """What the store says is old when it is heard."""
-        return look(store, tenant, operation_id)
+@pytest.mark.rule("KVC-IDEM-019")
+async def test_an_operation_that_ends_while_it_is_asked_for_is_not_unknown(one: Site) -> None:
+    """What the store says is old by the time it is heard."""
+    call, asker = one.node.call, asyncio.current_task()
+    begun = asyncio.Event()
 
-    async def over_meanwhile(method: Any) -> Any:
+    async def slow(method: Any) -> Any:
+        if asyncio.current_task() is not asker:
+            await begun.wait()
+            return await call(method)
         found = await call(method)
-        await task2
+        begun.set()
+        await writing
         return found
 
-    assert one.life is not None
-    call = one.life.writer.call
-    task2 = asyncio.create_task(one.node.write(TENANT, "op2", NOW_MS, RESERVE))
+    one.node.call = slow  # type: ignore[method-assign]
+    writing = asyncio.create_task(one.node.write(TENANT, "op", NOW_MS, RESERVE))
     await asyncio.sleep(0)
-    one.node.call = over_meanwhile  # type: ignore[method-assign]
-    assert (await one.node.operation(TENANT, "op2", NOW_MS))[0] in (Known.IN_PROGRESS, Known.DONE)
-    assert slow_look is not None
+    await asyncio.sleep(0)
+    assert await one.node.operation(TENANT, "op", NOW_MS) == (Known.IN_PROGRESS, None)
 
 
 @pytest.mark.rule("KVC-IDEM-008", "KVC-IDEM-019")
@@ -603,8 +603,8 @@ async def test_the_kit_itself_notices_an_engine_that_forgets_to_let_go(one: Site
     one.alive.groups[G].held = True
     one.alive.loans["xfer"] = G
     assert disagreements(one)
+    one.world.crash_at(1, "a", "service")
+    assert one.life is not None
     with pytest.raises(Crash):
-        one.world.crash_at(1, "a", "service")
-        assert one.life is not None
         one.world.reach(one.life)
     await one.world.rest()

@@ -92,3 +92,48 @@ def test_only_a_drain_is_no_scenario(tmp_path: Path) -> None:
     path.write_text('name = "x"\ntitle = "X"\n[[phases]]\nname = "drain"\nseconds = 1\n')
     with pytest.raises(BadInput, match="named drain"):
         load_scenario(str(path))
+
+
+CONTROL = """
+name = "x"
+title = "x"
+[kv]
+[control]
+[[phases]]
+name = "fault"
+seconds = 1
+fault = {fault}
+[[phases]]
+name = "drain"
+seconds = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ('{ kind = "fail_point", worker = "p0", action = "exit" }', "needs worker, point and action"),
+        ('{ kind = "fail_point", worker = "p9", point = "received", action = "exit" }', "no worker p9"),
+        ('{ kind = "fail_point", worker = "p0", point = "nowhere", action = "exit" }', "nowhere"),
+        ('{ kind = "fail_point", worker = "p0", point = "before_commit", action = "drop" }', "cannot be done"),
+        ('{ kind = "fail_point", worker = "p0", point = "received", action = "delay" }', "seconds"),
+        ('{ kind = "fail_point", worker = "p0", point = "received", action = "drop", method = "Nope" }', "is none of"),
+        ('{ kind = "fail_point", worker = "p0", point = "migration_copied", action = "exit", method = "Pin" }',
+         "no call passes"),
+        ('{ kind = "fail_point", worker = "p0", point = "received", action = "exit", requests = 5 }', "ends once"),
+        ('{ kind = "blocks_kill" }', "needs the worker"),
+        ('{ kind = "blocks_kill", worker = "p0", method = "Pin" }', "are of a fail_point"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_control_plane_that_could_not_happen_is_refused(tmp_path: Path, fault: str, named: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(CONTROL.format(fault=fault))
+    with pytest.raises(BadInput, match=named):
+        load_scenario(str(path))
+
+
+def test_without_a_control_plane_there_are_no_block_services_to_strike(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(CONTROL.format(fault='{ kind = "blocks_kill", worker = "p0" }').replace("[control]\n", ""))
+    with pytest.raises(BadInput, match=r"needs \[control\]"):
+        load_scenario(str(path))

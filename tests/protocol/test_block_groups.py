@@ -1,4 +1,4 @@
-"""Block groups of real engines, in virtual time: what is held stays, what is lent is read once, what is copied is right.
+"""Block groups of real engines in virtual time: what is held stays, what is lent is read once, copies are right.
 
 Two engines meet over the in-memory transport; what a block service would ask is asked by hand, or at random. After
 every step all blocks are accounted for (K1), and at every end all are free or cached.
@@ -47,6 +47,7 @@ class Shaker:
         self._results: list[Shaken] = []
 
     def connect(self, engine_id: str, host: str, port: int) -> None:
+        assert (host, port) != ("", 0)
         peer = self._party.pair.get(engine_id)
         if peer is None:
             self._results.append(Shaken(engine_id=engine_id, problem="connection refused"))
@@ -57,7 +58,7 @@ class Shaker:
         )  # fmt: skip
 
     def measure(self, engine_id: str, host: str, port: int) -> None:
-        raise AssertionError("no clock is measured here")
+        raise AssertionError(f"no clock is measured here, not that of {engine_id} at {host}:{port} either")
 
     def results(self) -> list[Shaken]:
         results, self._results = self._results, []
@@ -541,13 +542,15 @@ def test_a_copy_that_fails_gives_every_block_back_and_says_why(how: str) -> None
         return
     assert copy == link.Copy("ARRIVING")
     pair.step(60)
-    over = pair.b.groups._copies["m"]
-    assert over.state == "FAILED"
+    over = pair.b.ask(fetch).copy
+    assert over is not None
+    assert over.state == "FAILED", "who asks again is told, and does not wait for nothing"
     assert over.reason
     assert pair.b.held() == set()
     if how == "too slow":
         assert pair.b.core.pool.held == len(fetch.digests), "a read may still land there (S6)"
-        assert pair.b.ask(fetch).copy == link.Copy("ARRIVING"), "so it cannot be begun anew"
+        another = fetch_of(pair.a, group, "m", "xfer-another")
+        assert pair.b.ask(another).copy == link.Copy("ARRIVING"), "so it cannot be begun anew"
         assert len(pair.b.connector._draining) == 1
         pair.step(120)
     assert pair.b.core.pool.held == 0
@@ -791,7 +794,7 @@ class History:
         for (name, migration), fetch in list(self.copies.items()):
             if name != party.name or (name, migration) not in self.copies:
                 continue
-            copy = party.groups._copies.get(migration)
+            _, copy = party.groups._copies.get(migration, ("", None))
             if self.chance.random() < 0.2:
                 party.ask(link.Drop(fetch.group.block_group_id))
                 self._forget(party, fetch.group.block_group_id)
