@@ -79,7 +79,7 @@ class FailPoint:
         )
         moment = now_ns()
         try:
-            report = await self._call("Arm", request)
+            report = await self._call("Arm", request, wait=True)  # it may be starting
         except grpc.aio.AioRpcError as error:
             told = f"{error.code().name} {error.details()}"
             raise FaultMissed(f"{self.target.name} does not take the order: {told}") from error
@@ -145,10 +145,12 @@ class FailPoint:
             return Evidence(False, f"no block service answers at {self._address} within {HEAL_LIMIT_S:g} s")
         return Evidence(report.armed == 0, f"pid {report.pid} answers, {report.armed} orders stand")
 
-    async def _call(self, method: str, request: pb.ArmRequest | pb.ReportRequest) -> pb.FailPointReport:
+    async def _call(
+        self, method: str, request: pb.ArmRequest | pb.ReportRequest, *, wait: bool = False
+    ) -> pb.FailPointReport:  # fmt: skip
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub = rpc.FailPointsStub(channel)
             report: pb.FailPointReport = await getattr(stub, method)(
-                request, timeout=CALL_LIMIT_S, metadata=self._metadata
+                request, timeout=CALL_LIMIT_S, metadata=self._metadata, wait_for_ready=wait
             )  # fmt: skip
             return report

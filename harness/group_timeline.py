@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
 
 from reference_impl.rules.blockgroups import GroupState, MigrationStatus, PinState
-from workloads.operation_rows import OF_CLIENT, EffectRow, FinalRow
+from workloads.operation_rows import OF_CLIENT, OF_ENGINE, EffectRow, FinalRow
 
 BEGINNING_NS: Final = -1
 NS_PER_MS: Final = 1_000_000
+LINK_NS: Final = 60_000 * NS_PER_MS
+"""How long after the loss of what its predecessor held a new engine's coming may be told of: its node may crash."""
 LEAVING: Final = (GroupState.EVICTED, GroupState.MOVED)
 
 
@@ -44,6 +46,10 @@ class Known(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     migration: str = ""
 
 
+Engines: TypeAlias = Mapping[str, Sequence[int]]
+"""By node: when it was told that another engine had come, sorted; ns of the host's monotonic clock."""
+
+
 class _PinRow(msgspec.Struct, frozen=True, gc=False):
     state: PinState
 
@@ -55,6 +61,7 @@ class _TransferRow(msgspec.Struct, frozen=True, gc=False):
 
 class _MigrationRow(msgspec.Struct, frozen=True, gc=False):
     status: MigrationStatus
+    dst: str = ""
 
 
 Snapshot: TypeAlias = tuple[str | None, str, int, int, int]
@@ -79,6 +86,17 @@ def pin_state(text: str) -> PinState | None:
 def migration_status(text: str) -> MigrationStatus | None:
     """Return the status of the migration that an effect shows; None: there is none."""
     return _migration_row(text).status if text else None
+
+
+def migration_target(text: str) -> str:
+    """Return the node to which a migration goes that an effect shows; "": it does not say."""
+    return _migration_row(text).dst if text else ""
+
+
+def came_between(moments: Sequence[int], start_ns: int, end_ns: int) -> bool:
+    """Whether one of these moments, sorted, lies in a span of time."""
+    index = bisect_left(moments, start_ns)
+    return index < len(moments) and moments[index] <= end_ns
 
 
 class Timeline:
@@ -159,11 +177,15 @@ class Replay:
     """Replays the effects on one group at one node, in their order.
 
     `window_ns`: what ended longer ago than this may have been forgotten without an effect. `whole`: nothing can have
-    been forgotten before the history begins.
+    been forgotten before the history begins. `engines`: when another engine came to this node; None: nobody knows.
     """
 
-    def __init__(self, where: str, effects: Sequence[EffectRow], *, window_ns: int, whole: bool) -> None:
+    def __init__(
+        self, where: str, effects: Sequence[EffectRow], *, window_ns: int, whole: bool,
+        engines: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.breaches: list[Breach] = []
+        self._engines = engines
         self._window_ns = window_ns
         self._whole = whole
         self._last: dict[tuple[str, str], EffectRow] = {}
@@ -246,6 +268,14 @@ class Replay:
             self._say("KVC-IDEM-010", effect, text)
         if after.state is GroupState.MIGRATING_OUT and standing:
             self._say("KVC-IDEM-010", effect, f"it starts to move while {standing} requests pin it")
+        if after.state is GroupState.EVICTED and standing and self._recycled(effect):
+            self._say("KVC-IDEM-010", effect, f"its engine used its blocks while {standing} requests pinned it")
+
+    def _recycled(self, effect: EffectRow) -> bool:
+        """Whether an engine gave up what it was to hold. What another engine held goes with that one."""
+        if effect.cause != OF_ENGINE or self._engines is None:
+            return False
+        return not came_between(self._engines, effect.at_ns, effect.at_ns + LINK_NS)
 
     def _add_pin(self, effect: EffectRow) -> None:
         timeline, before, after = self.timeline, pin_state(effect.before), pin_state(effect.after)

@@ -83,6 +83,11 @@ class Case:
         return answer_of(text) if text else None
 
     @property
+    def methods(self) -> set[str]:
+        """The methods, by their tags, of what was answered or is kept: one, as a rule."""
+        return {record.method for record in self.records} | {i.method for i in self.decided}
+
+    @property
     def is_applied(self) -> bool:
         """Whether somebody was told, or its node kept, that it is applied."""
         return self.answer is not None and self.answer.applied

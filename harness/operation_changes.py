@@ -115,9 +115,7 @@ def _by_its_state(
     if group is None:
         yield "KVC-IDEM-007", f"{told(main)} when there was no such group"
         return
-    if request.epoch > group.epoch or (
-        request.epoch != group.epoch and not isinstance(request, Unpin | CancelMigrate)
-    ):  # fmt: skip
+    if request.epoch > group.epoch or (request.epoch != group.epoch and not isinstance(request, CancelMigrate)):
         yield "KVC-IDEM-005", f"{told(main)} with epoch {request.epoch}, when it was {group.epoch}"
     elif group.state is not GroupState.RESIDENT and not isinstance(request, Unpin | CancelMigrate):
         yield "KVC-IDEM-010", f"{told(main)} when the group was {group.state}"
@@ -184,7 +182,7 @@ def _of_no_change(
         case Pin():
             so = request.epoch == answer.epoch and was((request.request_id, PinState.PINNED))
         case Unpin():
-            so = was((request.request_id, PinState.UNPINNED))
+            so = request.epoch == answer.epoch and was((request.request_id, PinState.UNPINNED))
         case Evict():
             so = answer.state is GroupState.EVICTED and was()
         case CancelMigrate():

@@ -1,31 +1,37 @@
 """Whether a history of operations is one that an idempotent control plane may leave behind. Pure.
 
-In: what clients asked and were told, what the nodes' databases saw change, what is kept, and what is left. Out:
-breaches, and counts. An outcome of `unknown` may have happened or not, and is no breach by itself; everything else is
-derived from the changes, never guessed. Time and memory grow nearly linearly with the rows.
+In: what clients asked and were told, what they read, what the nodes' databases saw change, what is kept, and what is
+left. Out: breaches, and counts. An outcome of `unknown` may have happened or not, and is no breach by itself;
+everything else is derived from the changes, never guessed. Time and memory grow nearly linearly with the rows.
 
 Who is asked for which group is known, so an operation is judged by the node that it was sent to. What is older than the
 retention window at the history's end may have been forgotten: of that, nothing missing is a breach.
 
-Source: KVC-IDEM-001 to -011.
+Source: KVC-IDEM-001 to -011, -019.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 import msgspec
 
-from harness.group_timeline import NS_PER_MS, Breach, Replay, Timeline, migration_status
+from harness.group_timeline import NS_PER_MS, Breach, Engines, Replay, Timeline, migration_status
 from harness.operation_case import Case, Place, World
+from harness.operation_looks import judge_looks
+from harness.operation_moves import judge_moves
 from harness.operation_rules import breaches_of
 from reference_impl.rules.blockgroups import GroupState, MigrationStatus
 from reference_impl.rules.operations import WINDOW_MS
 from workloads.operation_rows import OF_CLIENT, ControlRows, EffectRow, FinalRow, Invocation, RecordRow
 
 AT_HOME: Final = (GroupState.RESIDENT, GroupState.MIGRATING_OUT)
+WANTED: Final = ("reserve", "pin", "unpin", "evict", "prepare_get", "start_migrate")
+"""Methods that every history is to have tried; a cancellation may always come too late."""
+A_WHOLE_MIGRATION: Final = "a migration that succeeded"
 MOVING: Final = (GroupState.MIGRATING_OUT, GroupState.MIGRATING_IN)
 
 
@@ -61,19 +67,44 @@ class HistoryVerdict(msgspec.Struct, frozen=True, kw_only=True):
     counts: Counts
 
 
-def judge_history(rows: ControlRows, *, window_ms: int = WINDOW_MS) -> HistoryVerdict:
-    """Return what is wrong with a history. `window_ms`: how long its nodes had to keep what they knew."""
-    world, replays = _replayed(rows, window_ms)
+def judge_history(
+    rows: ControlRows, *, window_ms: int = WINDOW_MS, engines: Engines | None = None
+) -> HistoryVerdict:  # fmt: skip
+    """Return what is wrong with a history.
+
+    `window_ms`: how long its nodes had to keep what they knew. `engines`: when another engine came to a node, with
+    which goes what the one before held; None: nobody knows, and any loss may be due to that.
+    """
+    world, replays = _replayed(rows, window_ms, engines)
     cases = _cases(rows)
-    breaches = [breach for case in cases for breach in breaches_of(case, world)]
+    breaches = [breach for case in cases.values() for breach in breaches_of(case, world)]
     breaches += [breach for replay in replays.values() for breach in replay.breaches]
     breaches += _ends(rows.groups, replays, whole=world.whole)
-    return HistoryVerdict(breaches=breaches, counts=_counts(rows.invocations, cases))
+    breaches += judge_looks(rows.looks, cases, world, rows.effects)
+    return HistoryVerdict(breaches=breaches, counts=_counts(rows.invocations, list(cases.values())))
 
 
 def counts_of(rows: ControlRows) -> Counts:
     """Return what a history came to, without judging it."""
-    return _counts(rows.invocations, _cases(rows))
+    return _counts(rows.invocations, list(_cases(rows).values()))
+
+
+def not_tried(rows: ControlRows) -> list[str]:
+    """Return the methods, by their tags, of which no operation had an effect, and what else did not happen once.
+
+    Without them a history says nothing of the rules that they are under: a service that refuses everything breaks none.
+    """
+    tried = {method for case in _cases(rows).values() if case.is_applied and case.effects for method in case.methods}
+    succeeded = any(
+        e.kind == "migration" and migration_status(e.after) is MigrationStatus.SUCCEEDED for e in rows.effects
+    )  # fmt: skip
+    return [method for method in WANTED if method not in tried] + ([] if succeeded else [A_WHOLE_MIGRATION])
+
+
+def judge_ownership(rows: ControlRows, *, window_ms: int = WINDOW_MS, engines: Engines | None = None) -> list[Breach]:
+    """Return what is wrong with who has which group, at the end and on the way there; as for `judge_history`."""
+    whole = _starts_ns(rows) >= _ends_ns(rows) - window_ms * NS_PER_MS
+    return judge_owners(rows.groups) + judge_moves(rows.effects, engines, whole=whole)
 
 
 def judge_owners(groups: Sequence[FinalRow]) -> list[Breach]:
@@ -109,20 +140,30 @@ def _of_move(name: str, row: FinalRow, there: FinalRow | None) -> Iterator[str]:
         yield f"{moved} with epoch {row.epoch}, and is known there with epoch {there.epoch} only"
 
 
-def _replayed(rows: ControlRows, window_ms: int) -> tuple[World, dict[Place, Replay]]:
+def _starts_ns(rows: ControlRows) -> int:
+    return min(chain((i.start_ns for i in rows.invocations), (e.at_ns for e in rows.effects)), default=0)
+
+
+def _ends_ns(rows: ControlRows) -> int:
+    seen = chain((i.end_ns for i in rows.invocations), (look.end_ns for look in rows.looks))
+    return max(chain(seen, (e.at_ns for e in rows.effects)), default=0)
+
+
+def _replayed(
+    rows: ControlRows, window_ms: int, engines: Engines | None
+) -> tuple[World, dict[Place, Replay]]:  # fmt: skip
     """Replay every group; the world is what operations are judged against."""
-    moments = [i.start_ns for i in rows.invocations] + [e.at_ns for e in rows.effects]
-    end_ns = max([*moments, *(i.end_ns for i in rows.invocations)], default=0)
     window_ns = window_ms * NS_PER_MS
-    old_ns = end_ns - window_ns
-    whole = min(moments, default=0) >= old_ns
+    old_ns = _ends_ns(rows) - window_ns
+    whole = _starts_ns(rows) >= old_ns
     of_group: dict[Place, list[EffectRow]] = defaultdict(list)
     for effect in rows.effects:
         of_group[effect.node, effect.tenant, effect.block_group_id].append(effect)
     replays = {}
     for place, effects in of_group.items():
         effects.sort(key=lambda e: e.seq)
-        replays[place] = Replay(_where(place), effects, window_ns=window_ns, whole=whole)
+        came = None if engines is None else engines.get(place[0], ())
+        replays[place] = Replay(_where(place), effects, window_ns=window_ns, whole=whole, engines=came)
     timelines: dict[Place, Timeline] = {place: replay.timeline for place, replay in replays.items()}
     cancelled: dict[Place, int] = {}
     for e in rows.effects:
@@ -144,7 +185,7 @@ def _where(place: Place) -> str:
     return f"group {name} of {tenant} at {node}"
 
 
-def _cases(rows: ControlRows) -> list[Case]:
+def _cases(rows: ControlRows) -> dict[Place, Case]:
     """Gather what there is of each operation, everything in its order of time."""
     cases: dict[Place, Case] = {}
 
@@ -162,7 +203,7 @@ def _cases(rows: ControlRows) -> list[Case]:
             (case.consequences if _follows(effect) else case.effects).append(effect)
     for record in rows.records:
         of(record).records.append(record)
-    return list(cases.values())
+    return cases
 
 
 def _follows(effect: EffectRow) -> bool:

@@ -20,7 +20,7 @@ from harness.errors import BadRunFolder
 from harness.verdicts import CheckResult
 from reference_impl.event_log import EventLog
 from reference_impl.rules.events import Event, EventKind, Scalar
-from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, columns_of
+from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, Look, RecordRow, columns_of
 from workloads.rows import RequestRecord
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ CHUNK_COLUMNS: Final[dict[str, str]] = {"request_id": "string", "t_ns": "int64",
 METRIC_COLUMNS: Final[dict[str, str]] = {"t_ns": "int64", "node": "string", "name": "string", "value": "float64"}
 CONTROL_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "operations.parquet": Invocation, "effects.parquet": EffectRow, "records.parquet": RecordRow,
-    "groups.parquet": FinalRow,
+    "groups.parquet": FinalRow, "looks.parquet": Look,
 }  # fmt: skip
 """The tables of a control plane, and what their rows are. A run without one has none of them."""
 
@@ -97,6 +97,7 @@ class EventsFooter(msgspec.Struct, frozen=True, tag_field="line", tag="footer"):
     effects: int = 0
     records: int = 0
     groups: int = 0
+    looks: int = 0
 
 
 def request_row(run_id: str, record: RequestRecord, phase: str, content_ok: bool | None) -> dict[str, object]:
@@ -186,7 +187,7 @@ class RunWriter:
 
     def _write_control(self, control: ControlRows) -> None:
         tables: list[Sequence[msgspec.Struct]] = [
-            control.invocations, control.effects, control.records, control.groups,
+            control.invocations, control.effects, control.records, control.groups, control.looks,
         ]  # fmt: skip
         for (name, kind), rows in zip(CONTROL_TABLES.items(), tables, strict=True):
             columns = {c: [getattr(row, c) for row in rows] for c in kind.__struct_fields__}
@@ -303,6 +304,7 @@ class RunFolder:
         return ControlRows(
             invocations=self._rows("operations.parquet", Invocation), effects=self._rows("effects.parquet", EffectRow),
             records=self._rows("records.parquet", RecordRow), groups=self._rows("groups.parquet", FinalRow),
+            looks=self._rows("looks.parquet", Look),
         )  # fmt: skip
 
     @functools.cached_property

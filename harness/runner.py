@@ -21,7 +21,7 @@ from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from faults.router_hold import RouterHold
 from harness import content, machine
-from harness.control_load import ControlLoad, client_policy, gathered
+from harness.control_load import ControlLoad, client_policy, gathered, moves_ended
 from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
 from harness.holding import held
 from harness.load import LocustLoad
@@ -48,6 +48,8 @@ TICK_S: Final = 0.25
 LOOK_S: Final = 0.05
 POINT_LIMIT_S: Final = 15.0
 """In which something must pass an armed fail point."""
+MOVES_LIMIT_S: Final = 45.0
+"""A migration without a copy fails after 30 s; its target is then told."""
 LEASE_LOOK_S: Final = 0.5
 LEASE_SPARE_S: Final = 5.0
 
@@ -374,7 +376,14 @@ class _Run:
             async with asyncio.timeout(limit_s):
                 while not self._whole(wanted):
                     await asyncio.sleep(LOOK_S)
+        await self._moves_ended()
         await self._leases_ended()
+
+    async def _moves_ended(self) -> None:
+        """Wait, within a bound, until every migration has ended at both its nodes; what is left is for the checks."""
+        if self._plan.scenario.control is not None:
+            self._progress.say(f"converge: waiting up to {MOVES_LIMIT_S:.0f} s for the last migration to end")
+            await moves_ended(self._target.announcement.blocks, self._target.token, MOVES_LIMIT_S)
 
     async def _leases_ended(self) -> None:
         """Wait, for as long as the longest lease may last, until nothing is kept for anybody."""

@@ -1,8 +1,10 @@
 """What a control plane's clients do: a mix of writes on groups that they know of, with the mistakes that clients make.
 
 Some operations are asked again as they were (their answer may have been lost), some with other parameters, some with an
-epoch that is over or has not begun, some by a tenant whose groups these are not, under ids that another tenant uses. A
-client knows groups from a listing that is a while old. Chance comes from the generator that is given.
+epoch that is over or has not begun, some by a tenant whose groups these are not, under ids that another tenant uses.
+Some pins are asked for again under another id, and count once all the same; some are kept to the end, so that an engine
+that needs room has to go around them. A client knows groups from a listing that is a while old. Chance comes from the
+generator that is given.
 """
 
 from __future__ import annotations
@@ -29,9 +31,20 @@ REMEMBERED: Final = 256
 """Operations that may be asked for once more."""
 SLOTS_MAX: Final = 8
 LOOK_AT_MIGRATIONS: Final = 0.3
+LOOK_AFTER: Final = 0.15
+"""Share of settled operations that are looked at once more."""
+KEPT_MAX: Final = 12
+KEEP: Final = 0.04
+"""Share of pins that are kept to the end, as long as there are fewer than that."""
+NOT_PINNED: Final = frozenset({
+    Refusal.UNKNOWN_GROUP, Refusal.STALE_EPOCH, Refusal.NOT_RESIDENT, Refusal.MIGRATING, Refusal.UNPINNED_BEFORE,
+    Refusal.TOO_MANY_PINS,
+})  # fmt: skip
+"""Refusals of a pin that say that its request pins nothing, in the epoch that it names or one before."""
 KINDS: Final = {
-    "pin": 0.18, "unpin": 0.24, "reserve": 0.24, "prepare_get": 0.012, "start_migrate": 0.08, "cancel_migrate": 0.02,
-    "evict": 0.02, "again": 0.12, "changed": 0.03, "stale": 0.02, "future": 0.01, "foreign": 0.01,
+    "pin": 0.18, "repin": 0.03, "unpin": 0.24, "reserve": 0.24, "prepare_get": 0.012, "start_migrate": 0.08,
+    "cancel_migrate": 0.02, "evict": 0.02, "again": 0.12, "changed": 0.03, "stale": 0.02, "future": 0.01,
+    "foreign": 0.01,
 }  # fmt: skip
 """Shares of what is done."""
 
@@ -65,6 +78,8 @@ class Mix:
         self._asked: deque[Asked] = deque(maxlen=REMEMBERED)
         self._pins: dict[tuple[str, str, str], Asked] = {}
         """Those that may stand: by node, group and request."""
+        self._kept: set[tuple[str, str, str]] = set()
+        """Of those: what is taken back at the end only."""
         self._migrations: deque[Asked] = deque(maxlen=REMEMBERED)
         self._made = 0
 
@@ -82,6 +97,10 @@ class Mix:
             return self._migrations[int(self._rng.integers(len(self._migrations)))]
         return known[int(self._rng.integers(len(known)))] if known else None
 
+    def looks_after(self) -> bool:
+        """Whether an operation that has been settled is looked at once more."""
+        return bool(self._rng.random() < LOOK_AFTER)
+
     def release(self, now_ms: int) -> list[Asked]:
         """Return an unpin for every pin that may stand: what is to be done at the end."""
         return [self._unpin(pin, now_ms) for pin in self._pins.values()]
@@ -91,16 +110,25 @@ class Mix:
         request = asked.request
         if not isinstance(request, Pin | Unpin) or asked.tenant != self._owner:
             return
+        key = _pin_key(asked.node, request)
+        noted = self._pins.get(key)
+        if isinstance(request, Pin) and outcome == "ok":  # one with a changed epoch has not been noted before
+            self._pins[key] = asked if noted is None or noted.request.epoch < request.epoch else noted
+            return
         over = refusal in (Refusal.UNKNOWN_GROUP, Refusal.STALE_EPOCH)  # the group went, and its pins with it
         unpinned = isinstance(request, Unpin) and (outcome == "ok" or over)
-        refused = isinstance(request, Pin) and outcome == "fail" and refusal not in (Refusal.NONE, Refusal.ID_REUSED)
-        if unpinned or refused:
-            self._pins.pop(_pin_key(asked.node, request), None)
+        refused = isinstance(request, Pin) and outcome == "fail" and refusal in NOT_PINNED
+        if (unpinned or refused) and noted is not None and noted.request.epoch <= request.epoch:
+            del self._pins[key]
+            self._kept.discard(key)
 
     def _note(self, asked: Asked) -> None:
         self._asked.append(asked)
         if isinstance(asked.request, Pin) and asked.tenant == self._owner:
-            self._pins[_pin_key(asked.node, asked.request)] = asked
+            key = _pin_key(asked.node, asked.request)
+            if key not in self._pins and len(self._kept) < KEPT_MAX and self._rng.random() < KEEP:
+                self._kept.add(key)
+            self._pins[key] = asked
         if isinstance(asked.request, StartMigrate):
             self._migrations.append(asked)
 
@@ -115,8 +143,12 @@ class Mix:
         return msgspec.structs.replace(before, request=changed)
 
     def _new(self, kind: str, known: list[Known], now_ms: int) -> Asked | None:
-        if kind == "unpin" and self._pins:
-            return self._unpin(list(self._pins.values())[int(self._rng.integers(len(self._pins)))], now_ms)
+        pins = [pin for key, pin in self._pins.items() if kind == "repin" or key not in self._kept]
+        if kind in ("unpin", "repin") and pins:
+            pin = pins[int(self._rng.integers(len(pins)))]
+            if kind == "unpin":
+                return self._unpin(pin, now_ms)
+            return Asked(pin.tenant, pin.node, self._id(), now_ms, pin.request)
         if kind == "cancel_migrate" and self._migrations:
             return self._cancel(self._migrations[-1], now_ms)
         if not known:
@@ -134,7 +166,7 @@ class Mix:
     def _request(self, kind: str, group: Known, epoch: int) -> Request:
         name = group.block_group_id
         match kind:
-            case "pin" | "unpin":
+            case "pin" | "unpin" | "repin":
                 return Pin(block_group_id=name, epoch=epoch, request_id=f"req-{self._made}")
             case "prepare_get":
                 return PrepareGet(block_group_id=name, epoch=epoch, request_id=f"req-{self._made}")

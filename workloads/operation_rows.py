@@ -1,11 +1,13 @@
 """The rows of a control plane's history: what clients asked and were told, what changed, what is kept, what is left.
 
-A client appends one `Invocation` as a JSON line when it ends, however it ends. The other three are read from a node's
-store after the run: `EffectRow` is written there by the database itself, beside the code that is to be judged.
+A client appends one `Invocation` as a JSON line when it ends, however it ends, and one `Look` for a read that it was
+answered. The other three are read from a node's store after the run: `EffectRow` is written there by the database
+itself, beside the code that is to be judged.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar, get_type_hints
@@ -13,19 +15,21 @@ from typing import Final, TypeVar, get_type_hints
 import msgspec
 
 from reference_impl.blockservice.store import Store
+from reference_impl.rules.blockgroups import Answer, Group
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 OF_CLIENT: Final = "client"
-"""The cause of an effect that a client's operation had; others are "engine" and "migration"."""
+"""The cause of an effect that a client's operation had."""
+OF_ENGINE: Final = "engine"
+OF_MIGRATION: Final = "migration"
+DONE: Final = "DONE"
+"""What is said of an operation whose answer is there."""
 _DTYPES: Final[dict[object, str]] = {str: "string", int: "int64", float: "float64", bool: "bool"}
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One logical write by one client, with all its retries inside. The same id may be invoked again, by anybody.
-
-    Reads are not written down here: they have no effect and promise nothing.
-    """
+    """One logical write by one client, with all its retries inside. The same id may be invoked again, by anybody."""
 
     client: str
     tenant: str
@@ -52,6 +56,55 @@ class Invocation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attempts: int = 1
     timeouts: int = 0
     latency_ms: float = 0.0
+
+
+class LookKind(enum.StrEnum):
+    """What a read asks for."""
+
+    OPERATION = "operation"
+    """What became of an operation (GetOperation); it says `Told`."""
+    METADATA = "metadata"
+    """What is known of a group (GetMetadata); it says `Seen`."""
+    MIGRATION = "migration"
+    """How far a migration is (GetMigrateStatus); it says `reference_impl.rules.blockgroups.Migration`."""
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an operation, and its answer if it is done."""
+
+    known: str
+    """One of `reference_impl.blockservice.wire.Known`."""
+    answer: Answer | None = None
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A group, and how many requests pin it."""
+
+    group: Group
+    pins: int
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One read by one client, with all its retries inside. It has no effect, and must tell what was so meanwhile."""
+
+    client: str
+    tenant: str
+    node: str
+    """That was asked."""
+    kind: str
+    """One of `LookKind`."""
+    operation_id: str = ""
+    """Asked for: of an operation, or of a migration."""
+    block_group_id: str = ""
+    start_ns: int
+    """When the first attempt began and, below, when it had an answer or gave up: CLOCK_MONOTONIC of the host."""
+    end_ns: int
+    outcome: str
+    """As an invocation's."""
+    error_code: str = ""
+    """NOT_FOUND: there is no such group or migration. Any other: nothing was said."""
+    said: str = ""
+    """JSON of what came, by the kind of the read; "": nothing did."""
 
 
 class EffectRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -118,10 +171,11 @@ class ControlRows(msgspec.Struct, frozen=True, kw_only=True):
     effects: list[EffectRow] = []
     records: list[RecordRow] = []
     groups: list[FinalRow] = []
+    looks: list[Look] = []
 
 
 def rows_of_store(node: str, store: Store) -> ControlRows:
-    """Return what a node's store holds of a history: everything but its invocations. Raises StoreError."""
+    """Return what a node's store holds of a history: everything but what clients saw. Raises StoreError."""
     return ControlRows(
         effects=[EffectRow(node=node, **msgspec.structs.asdict(effect)) for effect in store.effects()],
         records=[RecordRow(node=node, **msgspec.structs.asdict(kept)) for kept in store.records()],
@@ -143,6 +197,7 @@ def joined(parts: Iterable[ControlRows]) -> ControlRows:
         whole.effects.extend(part.effects)
         whole.records.extend(part.records)
         whole.groups.extend(part.groups)
+        whole.looks.extend(part.looks)
     return whole
 
 

@@ -1,7 +1,8 @@
 """Clients of a control plane, as a process: an open loop of operations, each with its retries, written down at its end.
 
 `python -m workloads.operations PLAN` with an `OperationsPlan` as JSON; the deployment's secret is in the environment.
-What ended as unknown is asked again later, under its id, until it is known; at the end every pin is taken back.
+What ended as unknown is asked for by its id (GetOperation) and asked again later, under its id, until it is known; at
+the end every pin is taken back. What reads were answered is written down as well.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reference_impl.blockservice import blocks_pb2 as pb
 from reference_impl.blockservice import wire
+from reference_impl.blockservice.calls import BAD_REPLY
 from reference_impl.blockservice.client import (
     BlockClient,
     BreakerLimits,
@@ -31,14 +33,14 @@ from reference_impl.blockservice.credentials import credential
 from reference_impl.blockservice.rpc_log import RpcLog
 from reference_impl.processes import die_with_parent
 from reference_impl.realclock import host_ns, now_ns, wall_ns
-from reference_impl.rules.blockgroups import GroupState
+from reference_impl.rules.blockgroups import GroupState, Migration
 from reference_impl.rules.clock import NS_PER_MS, NS_PER_S
 from reference_impl.rules.operations import canonical
 from reference_impl.rules.retries import RetryBudget, RetryPolicy
 from reference_impl.secret import TOKEN_VARIABLE
 from workloads.chance import generator
 from workloads.operation_mix import Asked, Known, Mix
-from workloads.operation_rows import Invocation
+from workloads.operation_rows import Invocation, Look, LookKind, Seen, Told
 
 LIST_S: Final = 0.5
 SAMPLE_S: Final = 0.5
@@ -50,6 +52,7 @@ BUDGET_TOKENS: Final = 40.0
 BREAKER: Final = BreakerLimits(failures=12)
 """Two calls with all their attempts."""
 READ_S: Final = 0.1
+READ_LIMIT_S: Final = 1.0
 AGAIN_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before an operation that ended as unknown is asked again."""
 RUNNING_MAX: Final = 512
@@ -75,6 +78,8 @@ class OperationsPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     rows: str
     """A file of `Invocation`s, one a line."""
+    looks: str
+    """A file of `Look`s, one a line."""
     samples: str
     """A file of `Sample`s, one a line: the clients' own metrics."""
     log: str = ""
@@ -102,6 +107,7 @@ class Operations:
         self._plan = plan
         self._metrics = [ClientMetrics() for _ in range(plan.clients)]
         self._rows = Path(plan.rows).open("ab", buffering=0)  # noqa: SIM115 # closed by `run`; a line is one write
+        self._looks = Path(plan.looks).open("ab", buffering=0)  # noqa: SIM115 # as above
         self._samples = Path(plan.samples).open("ab", buffering=0)  # noqa: SIM115 # as above
         self._known: dict[str, list[Known]] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -117,6 +123,13 @@ class Operations:
             for number in range(plan.clients if tenant == plan.owner else 1)
             for node, target in plan.targets.items()
         }  # fmt: skip
+        self._readers = {
+            (tenant, node): BlockClient(
+                target, Credentials(tenant, credential(secret, tenant)), connections=1, log=self._log.say
+            )
+            for tenant in [plan.owner, *plan.strangers] for node, target in plan.targets.items()
+        }  # fmt: skip
+        """Of those who ask for operations: what they ask costs the writers no retry, and opens no breaker of theirs."""
         rng = generator(plan.seed, "operations")
         self._gaps = generator(plan.seed, "operations", "arrivals")
         self._mix = Mix(rng, list(plan.targets), plan.owner, plan.strangers, f"op-{plan.seed}")
@@ -132,9 +145,10 @@ class Operations:
             for task in [*beside, *self._running]:
                 task.cancel()
             await asyncio.gather(*beside, *self._running, return_exceptions=True)
-            for client in self._clients.values():
+            for client in (*self._clients.values(), *self._readers.values()):
                 await client.close()
             self._rows.close()
+            self._looks.close()
             self._samples.close()
             self._log.close()
 
@@ -170,15 +184,30 @@ class Operations:
                 self._start(asked)
 
     async def _see_to(self, asked: Asked, turn: int) -> None:
-        """Ask for an operation until it is known what became of it."""
+        """Ask for an operation until it is known what became of it, and look meanwhile, and at times behind it."""
         number = turn % self._plan.clients if asked.tenant == self._plan.owner else 0
         client = self._clients[number, asked.tenant, asked.node]
         for pause_s in (*AGAIN_S, 0.0):
             result = await self._invoke(client, asked, f"{asked.tenant}-{number}")
             if result.outcome is not CallOutcome.UNKNOWN and result.attempts:
                 self._mix.ended(asked, str(result.outcome), result.error_code)
+                if self._mix.looks_after():
+                    await self._ask_for(asked, f"{asked.tenant}-{number}")
                 return
             await asyncio.sleep(pause_s)  # unknown, or not sent: the breaker was open, or there was no place
+            if result.outcome is CallOutcome.UNKNOWN:
+                await self._ask_for(asked, f"{asked.tenant}-{number}")
+
+    async def _ask_for(self, asked: Asked, name: str) -> None:
+        """Ask what became of an operation (KVC-IDEM-019)."""
+        start_ns = host_ns()
+        result = await self._readers[asked.tenant, asked.node].get_operation(
+            asked.operation_id, issued_ms=asked.issued_ms, timeout_s=READ_LIMIT_S
+        )
+        self._saw(_look(asked, LookKind.OPERATION, asked.tenant, name, start_ns, result))
+
+    def _saw(self, look: Look) -> None:
+        self._looks.write(msgspec.json.encode(look) + b"\n")
 
     async def _invoke(self, client: BlockClient, asked: Asked, name: str) -> Result:
         """Call once, with the retries that the policy allows, and write it down."""
@@ -210,11 +239,17 @@ class Operations:
             asked = self._mix.look([group for groups in self._known.values() for group in groups])
             if asked is None:
                 continue
-            client = self._clients[0, self._plan.owner, asked.node]
+            owner, start_ns = self._plan.owner, host_ns()
+            client = self._clients[0, owner, asked.node]
             if isinstance(asked, Known):
-                await client.get_metadata(asked.block_group_id, timeout_s=1.0)
+                kind = LookKind.METADATA
+                result = await client.get_metadata(asked.block_group_id, timeout_s=READ_LIMIT_S)
             else:
-                await client.get_migrate_status(asked.operation_id, issued_ms=asked.issued_ms, timeout_s=1.0)
+                kind = LookKind.MIGRATION
+                result = await client.get_migrate_status(
+                    asked.operation_id, issued_ms=asked.issued_ms, timeout_s=READ_LIMIT_S
+                )
+            self._saw(_look(asked, kind, owner, f"{owner}-0", start_ns, result))
 
     def _breaker_changed(self, _before: BreakerState, after: BreakerState) -> None:
         """Write down each change: between two samples one may open and close."""
@@ -243,6 +278,40 @@ def _row(asked: Asked, client: str, start_ns: int, end_ns: int, result: Result) 
         replayed=replayed, refusal=refusal, error_code=result.error_code, answer=answer, attempts=result.attempts,
         timeouts=result.timeouts, latency_ms=(end_ns - start_ns) / NS_PER_MS,
     )  # fmt: skip
+
+
+def _look(asked: Asked | Known, kind: LookKind, tenant: str, client: str, start_ns: int, result: Result) -> Look:
+    """Return the row of a read that has just ended: of a group, or of an operation or the migration that it started."""
+    if isinstance(asked, Known):
+        operation_id, name = "", asked.block_group_id
+    else:
+        operation_id, name = asked.operation_id, asked.request.block_group_id
+    said, error_code = "", result.error_code
+    try:
+        said = _said(result)
+    except wire.BadRequest:
+        error_code = BAD_REPLY
+    return Look(
+        client=client, tenant=tenant, node=asked.node, kind=kind, operation_id=operation_id, block_group_id=name,
+        start_ns=start_ns, end_ns=host_ns(), outcome=str(result.outcome), error_code=error_code, said=said,
+    )  # fmt: skip
+
+
+def _said(result: Result) -> str:
+    """Return what a read was answered, in the rules' own words. Raises BadRequest if it has no such words."""
+    said: Told | Seen | Migration
+    match result.reply:
+        case pb.OperationState():
+            known, answer = wire.state_of(result.reply)
+            said = Told(known=known, answer=answer)
+        case pb.Metadata():
+            group, pins = wire.metadata_of(result.reply)
+            said = Seen(group=group, pins=pins)
+        case pb.Migration():
+            said = wire.migration_of(result.reply)
+        case _:
+            return ""
+    return msgspec.json.encode(said).decode()
 
 
 def _gathered(texts: list[str]) -> dict[str, float]:

@@ -7,14 +7,15 @@ from typing import Final
 from harness.checks.faults import scenario_of
 from harness.errors import BadRunFolder
 from harness.group_timeline import Breach
-from harness.operation_history import Counts, counts_of, judge_history, judge_owners
+from harness.new_engines import engines_of
+from harness.operation_history import Counts, counts_of, judge_history, judge_ownership, not_tried
 from harness.run_folder import RunFolder
 from harness.scenario import ControlSpec, FaultKind
 from harness.verdicts import CheckResult, Verdict
 from reference_impl.blockservice.failpoints import Action
 from reference_impl.rules.events import Event, EventKind, Scalar
 
-RULES: Final = [f"KVC-IDEM-{number:03}" for number in range(1, 12)]
+RULES: Final = [*(f"KVC-IDEM-{number:03}" for number in range(1, 12)), "KVC-IDEM-019"]
 SHOWN_MAX: Final = 3
 """Breaches that are told in full, of different rules if there are such."""
 NONE_INVOKED: Final = "no operation was invoked"
@@ -22,7 +23,7 @@ NONE_INVOKED: Final = "no operation was invoked"
 
 def operations_happen_once(run: RunFolder) -> CheckResult:
     """Fail for a history that no idempotent control plane leaves behind; inconclusive without one."""
-    verdict = judge_history(run.control)
+    verdict = judge_history(run.control, engines=engines_of(run))
     counts, breaches = verdict.counts, verdict.breaches
     found = _told(counts)
     if breaches:
@@ -33,18 +34,21 @@ def operations_happen_once(run: RunFolder) -> CheckResult:
         result = Verdict.PASS
     return CheckResult(
         check="operations", title="Every operation has one effect and one answer, whatever is lost", rules=RULES,
-        verdict=result, found=found, evidence=_evidence(counts) | {"breaches": len(breaches)},
+        verdict=result, found=found,
+        evidence=_evidence(counts) | {"looks": len(run.control.looks), "breaches": len(breaches)},
     )  # fmt: skip
 
 
 def operations_are_enough(run: RunFolder) -> CheckResult:
-    """Inconclusive with too few operations applied, retried or replayed, or too few faults proved meanwhile."""
+    """Inconclusive with too little done or proved, or if a method never had an effect: refusing all breaks no rule."""
     spec, counts, crashes = _control_of(run), counts_of(run.control), _crashes(run)
     wanted = {
         "applied": (counts.applied, spec.applied_min), "retried": (counts.retried, spec.retried_min),
         "replayed": (counts.replayed, spec.replayed_min), "proved crashes": (crashes, spec.crashes_min),
     }  # fmt: skip
     problems = [f"{name}: fewer than {least}" for name, (number, least) in wanted.items() if number < least]
+    if missing := not_tried(run.control):
+        problems.append(f"never had an effect: {', '.join(missing)}")
     found = ", ".join(f"{number} {name}" for name, (number, _) in wanted.items())
     if not counts.invocations:
         problems = [NONE_INVOKED]
@@ -52,14 +56,14 @@ def operations_are_enough(run: RunFolder) -> CheckResult:
         check="operations-load", title="Enough operations were applied, retried and replayed under crashes", rules=[],
         verdict=Verdict.INCONCLUSIVE if problems else Verdict.PASS,
         found=f"{found}: {'; '.join(problems)}" if problems else found,
-        evidence=_evidence(counts) | {"crashes": crashes},
+        evidence=_evidence(counts) | {"crashes": crashes, "never": ", ".join(missing)},
     )  # fmt: skip
 
 
 def groups_have_one_owner(run: RunFolder) -> CheckResult:
-    """Fail for a group that two nodes own at the end, that nobody knows where it moved to, or that is still moving."""
+    """Fail for a group that two nodes own at the end, that is still moving, or that was lost by a migration."""
     groups = run.control.groups
-    breaches = judge_owners(groups)
+    breaches = judge_ownership(run.control, engines=engines_of(run))
     nodes, moved = {row.node for row in groups}, sum(row.state == "MOVED" for row in groups)
     if breaches:
         verdict, found = Verdict.FAIL, _shown(breaches)
@@ -69,8 +73,9 @@ def groups_have_one_owner(run: RunFolder) -> CheckResult:
         verdict = Verdict.PASS
         found = f"{len(groups)} groups at {len(nodes)} nodes; {moved} have moved and are known where they went"
     return CheckResult(
-        check="one-owner", title="Every group has one owner, and none is lost on its way", rules=["KVC-IDEM-011"],
-        verdict=verdict, found=found, evidence={"groups": len(groups), "moved": moved, "breaches": len(breaches)},
+        check="one-owner", title="Every group has one owner, and none is lost on its way",
+        rules=["KVC-IDEM-010", "KVC-IDEM-011"], verdict=verdict, found=found,
+        evidence={"groups": len(groups), "moved": moved, "breaches": len(breaches)},
     )  # fmt: skip
 
 

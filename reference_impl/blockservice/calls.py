@@ -1,8 +1,11 @@
 """What a call is, and what its caller may conclude from how it ended.
 
-"ok": the effect is there, or the read was answered. "fail": nothing has happened, and nothing will. "unknown": it may
-have happened; only the same operation, or `get_operation`, tells (KVC-IDEM-019). An error says "fail" only if it is one
-that comes before anything runs, and no earlier attempt of the same call may have run.
+"ok": the effect is there, or the read was answered. "fail": this call has had no effect, and will have none. "unknown":
+it may have; only the same operation, or `get_operation`, tells (KVC-IDEM-019). An error, or a refusal at the door
+(`NOT_KEPT`), says "fail" only if it comes before anything runs, and no earlier attempt of the same call may have run.
+
+"fail" is final for the operation if its refusal was decided, and so kept. After a refusal at the door or an error it
+speaks of this call alone: another call of the same operation, before or after it, may have its effect.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from grpc.aio import AioRpcError
 
 from reference_impl.blockservice import blocks_pb2
 from reference_impl.blockservice.rpc_log import Line
-from reference_impl.rules.blockgroups import Refusal
+from reference_impl.rules.operations import NOT_KEPT
 
 CIRCUIT_OPEN: Final = "CIRCUIT_OPEN"
 """The server has failed too often lately: it is left alone for a while. Compute the prefix anew (KVC-IDEM-014)."""
@@ -34,8 +37,6 @@ MAY_BE_RETRIED: Final = frozenset(
 NOTHING_RAN: Final = frozenset(
     {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.NOT_FOUND}
 )
-NOT_KEPT: Final = frozenset({Refusal.ID_EXPIRED, Refusal.FROM_THE_FUTURE})
-"""Refusals that are not recorded and say nothing of an earlier attempt, which may have run when the id was young."""
 
 
 class CallOutcome(enum.StrEnum):

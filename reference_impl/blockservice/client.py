@@ -1,9 +1,11 @@
 """The client of a block-group service: one call is one operation, however many attempts it takes.
 
 Every attempt carries the same operation, a deadline of its own that is never beyond what its caller has left
-(KVC-IDEM-012), and its number. Which errors are tried again, how often and after what pause, `rules.retries` says; the
-libraries do the attempts and the breaker (KVC-IDEM-013, -014). A call never raises for what a server or a network does:
-its `Result` says what may be concluded. With CIRCUIT_OPEN, or whenever a prefix cannot be had in time, compute it anew.
+(KVC-IDEM-012), and its number. Within one call that is seen to; who calls again for the same operation passes the same
+`operation_id`, `issued_ms` and parameters: together they say which operation it is. Which errors are tried again, how
+often and after what pause, `rules.retries` says; the libraries do the attempts and the breaker (KVC-IDEM-013, -014). A
+call never raises for what a server or a network does: its `Result` says what may be concluded. With CIRCUIT_OPEN, or
+whenever a prefix cannot be had in time, compute it anew.
 """
 
 from __future__ import annotations
@@ -77,6 +79,11 @@ class _Call:
 
 class BlockClient:
     """Calls one node's service on behalf of one tenant. Make and use it in one event loop; `close` it at the end.
+
+    Every write takes `operation_id` and `issued_ms`, the moment at which the operation was made (ms of the wall clock).
+    Left out, that is now: right for an operation that is asked for in this one call, whatever its attempts. Who may ask
+    again, say after an "unknown", takes a moment once and passes it every time. With another one it is another
+    operation under the same id: refused as ID_REUSED (field "issued_ms") while the first one's answer is kept.
 
     `policy` and `budget` bound the retries; clients that share a budget share its tokens. `draw` gives the jitter,
     uniform in [0, 1), and `sleep` waits. `log` is given a line at the end of every call (`RpcLog.say`), `changed` the
@@ -241,8 +248,7 @@ class BlockClient:
         self._made += 1
         return f"{self._ids}-{self._made}"
 
-    # The methods of blocks.proto. `issued_ms` is when the operation was made (wall clock); now, if it is left out. Give
-    # it when the same operation is called again.
+    # The methods of blocks.proto. `issued_ms` left out is now: of an operation that is never called again (see above).
 
     async def reserve(
         self, block_group_id: str, epoch: int, slots: int, *, operation_id: str, issued_ms: int | None = None,
@@ -323,12 +329,15 @@ class BlockClient:
     async def get_migrate_status(
         self, operation_id: str, *, issued_ms: int | None = None, timeout_s: float
     ) -> Result:  # fmt: skip
-        """Ask how far a migration is."""
+        """Ask how far a migration is. `issued_ms` does not matter to that."""
         request = pb.GetOperationRequest(operation=_operation(operation_id, issued_ms))
         return await self.call("GetMigrateStatus", request, timeout_s=timeout_s)
 
     async def get_operation(self, operation_id: str, *, issued_ms: int | None = None, timeout_s: float) -> Result:
-        """Ask what became of an operation whose answer was lost (KVC-IDEM-019)."""
+        """Ask what became of an operation whose answer was lost (KVC-IDEM-019).
+
+        `issued_ms` is the operation's own: of one that is not known, it tells whether it may still run, or is too old.
+        """
         request = pb.GetOperationRequest(operation=_operation(operation_id, issued_ms))
         return await self.call("GetOperation", request, timeout_s=timeout_s)
 

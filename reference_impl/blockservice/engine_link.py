@@ -61,6 +61,8 @@ class EngineLink:
         """Whether `came` has run."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[link.Said]] = {}
+        self._displaced: set[Wire] = set()
+        """Connections whose place another one has taken."""
         self._serving: set[asyncio.Task[None]] = set()
         self.incarnation = ""
         """Of the engine that is linked, "" if none is."""
@@ -125,6 +127,8 @@ class EngineLink:
     async def _serve(self, wire: Wire, hello: link.Hello) -> None:
         """Serve one engine to its end."""
         before = self._listening
+        if self._wire is not None:
+            self._displaced.add(self._wire)
         self._leave()
         self._wire, self.incarnation, self._told = wire, hello.incarnation, False
         heard: asyncio.Queue[link.Publish | link.Gone | link.Ended] = asyncio.Queue(HEARD_MAX)
@@ -134,7 +138,7 @@ class EngineLink:
             while True:
                 message = await wire.receive()
                 if self._wire is not wire:
-                    continue  # another one has its place: it is heard no more, and may go when it likes
+                    continue  # another one has its place: it is heard no more, until that one has gone
                 if isinstance(message, link.Said):
                     self._answered(message)
                 elif not isinstance(message, link.Hello):
@@ -142,8 +146,11 @@ class EngineLink:
         except asyncio.QueueFull:
             return  # it is told everything when it comes back
         finally:
+            self._displaced.discard(wire)
             if self._wire is wire:
                 self._leave()
+                for other in self._displaced:  # whoever of them lives comes back, and is told everything
+                    other.part()
             listening.cancel()
 
     async def _listen(

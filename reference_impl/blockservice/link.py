@@ -74,6 +74,12 @@ class Noted(msgspec.Struct, frozen=True, tag="noted"):
     block_group_id: str
 
 
+class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
+    """Publish a group under another name: it went to another node under this one, which is that node's now."""
+
+    block_group_id: str
+
+
 class Known(msgspec.Struct, frozen=True):
     """A group that is to be here."""
 
@@ -89,7 +95,7 @@ class Sync(msgspec.Struct, frozen=True, tag="sync"):
     """Tokens of loans that stand."""
 
 
-Question = Hold | Look | Lend | TakeBack | Drop | Fetch | Noted | Sync
+Question = Hold | Look | Lend | TakeBack | Drop | Fetch | Noted | Elsewhere | Sync
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

@@ -31,6 +31,8 @@ from reference_impl.rules.events import EventKind
 
 LIMIT_S: Final = 30.0
 """Without a copy by then a migration has failed."""
+LOANS_MAX: Final = 3
+"""How often a copy is tried: a loan may run out while the target is away."""
 LOOK_S: Final = 0.05
 RETRY_S: Final = 0.2
 RETRY_S_MAX: Final = 2.0
@@ -57,6 +59,10 @@ class Peer(Protocol):
 
 class _Failed(Exception):
     """A migration cannot go on; the message says why."""
+
+
+class _CopyFailed(_Failed):
+    """The target has no copy; it may get one by another loan."""
 
 
 class Migrator:
@@ -131,13 +137,31 @@ class Migrator:
             async with asyncio.timeout(self._limit_s):
                 await self._node.call(lambda store: store.set_running(tenant, migration.operation_id))
                 self._say(migration, "running")
-                order = await self._order(tenant, migration)
-                await self._copied(tenant, migration, order)
+                await self._lend_and_copy(tenant, migration)
         except TimeoutError:
             return f"no copy within {self._limit_s:g} s"
         except _Failed as error:
             return str(error)
         return ""
+
+    async def _lend_and_copy(self, tenant: str, migration: Migration) -> None:
+        """Return once the target has its copy; a copy that failed is tried with another loan. Raises _Failed."""
+        for left in range(LOANS_MAX - 1, -1, -1):
+            order = await self._order(tenant, migration)
+            try:
+                await self._copied(tenant, migration, order)
+                return
+            except _CopyFailed:
+                if not left:
+                    raise
+            await self._take_back(tenant, migration.operation_id)
+
+    async def _take_back(self, tenant: str, operation_id: str) -> None:
+        """End the target's loan, if nobody reads by it: who reads already ends it himself."""
+        order = self._orders.pop((tenant, operation_id), None)
+        if order is not None:
+            with contextlib.suppress(NoEngine):
+                await self._node.ask(link.TakeBack(order.place.transfer_token))
 
     async def _order(self, tenant: str, migration: Migration) -> AcceptOrder:
         """Lend the group to the target, unless that is done."""
@@ -175,8 +199,10 @@ class Migrator:
             if copy is Copy.COPIED:
                 await self._reach(Point.MIGRATION_COPIED)
                 return
-            if copy in (Copy.FAILED, Copy.SETTLED):
-                raise _Failed(reason or f"the target says {copy}")
+            if copy is Copy.FAILED:
+                raise _CopyFailed(reason or "the target has no copy, and does not say why")
+            if copy is Copy.SETTLED:
+                raise _Failed("the target has settled it")
             await asyncio.sleep(LOOK_S)
 
     async def _group(self, tenant: str, migration: Migration) -> Group:
@@ -191,18 +217,14 @@ class Migrator:
         status = MigrationStatus.FAILED if problem else MigrationStatus.SUCCEEDED
         name, operation_id = migration.block_group_id, migration.operation_id
         async with self._node.gate.operation((tenant, name)):
-            order = self._orders.pop((tenant, operation_id), None)
-            if order is not None:  # nobody is to begin to read it now; who reads already ends the loan himself
-                with contextlib.suppress(NoEngine):
-                    await self._node.ask(link.TakeBack(order.place.transfer_token))
+            await self._take_back(tenant, operation_id)
             ended = await self._node.call(lambda store: store.end_migration(tenant, operation_id, status, problem))
             if ended is not None and ended.status is MigrationStatus.SUCCEEDED:
                 await self._reach(Point.MIGRATION_DECIDED)
                 with contextlib.suppress(NoEngine):
                     await self._node.ask(link.Drop(name))
             elif ended is not None:
-                with contextlib.suppress(NoEngine):
-                    await self._node.hold(tenant, name)
+                await self._node.hold_in_the_end(tenant, name)
         if ended is None:
             return await self._node.call(lambda store: store.migration(tenant, operation_id))
         self._say(ended, "ended")
@@ -271,7 +293,8 @@ class Migrator:
         if len(self._over) > OVER_MAX:
             del self._over[next(iter(self._over))]
         name = await self._node.call(lambda store: store.arriving(tenant, operation_id))
-        if name is None:  # settled before, or never accepted
+        if name is None:  # settled before, or before it was accepted: that is remembered, and an order of it in vain
+            await self._node.call(lambda store: store.settle(tenant, operation_id, ours=False))
             return Copy.SETTLED
         ours = order.status is MigrationStatus.SUCCEEDED
         async with self._node.gate.operation((tenant, name)):
@@ -279,10 +302,10 @@ class Migrator:
             group = await self._node.call(
                 lambda store: store.settle(tenant, operation_id, ours=ours, node_lost_copy=lost)
             )  # fmt: skip
-            with contextlib.suppress(NoEngine):
-                if ours and not lost:
-                    await self._node.hold(tenant, name)
-                else:
+            if ours and not lost:
+                await self._node.hold_in_the_end(tenant, name)
+            else:
+                with contextlib.suppress(NoEngine):
                     await self._node.ask(link.Drop(name))
         self._paying.pop((tenant, operation_id), None)
         state = group.state if group else "given back"

@@ -145,7 +145,7 @@ class BlockNode:
         self._running[key] = self._running.get(key, 0) + 1
         try:
             async with self.gate.operation((tenant, request.block_group_id)):
-                done = await self._saved(tenant, operation_id, request)
+                done = await self._saved(tenant, operation_id, issued_ms, request)
                 if done is None:
                     done = await self._new(tenant, operation_id, issued_ms, request, caller)
         finally:
@@ -155,10 +155,10 @@ class BlockNode:
         self._tell_what(tenant, operation_id, request, done)
         return done
 
-    async def _saved(self, tenant: str, operation_id: str, request: Request) -> Done | None:
+    async def _saved(self, tenant: str, operation_id: str, issued_ms: int, request: Request) -> Done | None:
         """Return what an operation was answered before, so that a retry asks nothing of the engine."""
         record = await self.call(lambda store: store.look(tenant, operation_id))
-        if record is None or record.params != canonical(request):
+        if record is None or (record.params, record.issued_ms) != (canonical(request), issued_ms):
             return None
         return Done(record.answer, True)
 
@@ -247,12 +247,7 @@ class BlockNode:
             with contextlib.suppress(NoEngine):
                 await self.ask(link.TakeBack(says.place.transfer_token))
         if isinstance(request, Pin):
-            try:
-                await self.hold(tenant, request.block_group_id)
-            except NoEngine:
-                pass
-            except (StoreError, QueueFull):
-                self._tell_later(tenant, request.block_group_id)
+            await self.hold_in_the_end(tenant, request.block_group_id)
 
     def _tell_later(self, tenant: str, block_group_id: str) -> None:
         """Have the engine hold a group, or not, as soon as the store can say which; harmless if that is under way."""
@@ -290,6 +285,15 @@ class BlockNode:
                 await self.hold(tenant, request.block_group_id)
             case _:
                 pass
+
+    async def hold_in_the_end(self, tenant: str, block_group_id: str) -> None:
+        """The same, if not now then as soon as it can be: when the store can say, or the engine is told everything."""
+        try:
+            await self.hold(tenant, block_group_id)
+        except NoEngine:
+            return
+        except (StoreError, QueueFull):
+            self._tell_later(tenant, block_group_id)
 
     async def hold(self, tenant: str, block_group_id: str) -> None:
         """Have the engine hold a group, or not, as the store says now. Raises NoEngine."""
@@ -402,8 +406,10 @@ class BlockNode:
     async def _published(self, group: Group) -> None:
         name = group.block_group_id
         async with self.gate.operation((TENANT, name)):
-            await self.call(lambda store: store.publish(TENANT, [group]))
-            if not (await self.ask(link.Noted(name))).here:  # it has been evicted since, or its blocks were needed
+            [stands] = await self.call(lambda store: store.publish(TENANT, [group]))
+            if stands.state is GroupState.MOVED:
+                await self.ask(link.Elsewhere(name))
+            elif not (await self.ask(link.Noted(name))).here:  # it has been evicted since, or its blocks were needed
                 await self.call(lambda store: store.lost(TENANT, [name]))
 
     async def _gone(self, name: str) -> None:

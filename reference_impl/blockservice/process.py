@@ -27,7 +27,7 @@ from reference_impl.blockservice.peers import Address, RemoteNode, read_address,
 from reference_impl.blockservice.rpc_log import RpcLog
 from reference_impl.blockservice.server import BlockServer
 from reference_impl.blockservice.store import Store, StoreError, wall_ms
-from reference_impl.blockservice.writer import QueueFull, Writer
+from reference_impl.blockservice.writer import QueueFull, Writer, purge
 from reference_impl.event_log import EventLog
 from reference_impl.processes import die_with_parent
 from reference_impl.rules.events import EventKind
@@ -118,7 +118,7 @@ class BlockService:
         while True:
             await asyncio.sleep(PURGE_S)
             with contextlib.suppress(StoreError, QueueFull):  # another time
-                await self._writer.call(lambda store: store.purge())
+                await purge(self._writer)
 
     async def _take_bytes(self, tenant: str, size_bytes: int) -> None:
         """Take a copy's share of the migrations' bucket. Raises RateLimited when it is not to be had in time."""

@@ -4,6 +4,10 @@
 which migrations this node was the target of; `node` is one row of what the node itself must not forget. Everything is
 scoped by tenant first (KVC-IDEM-008).
 
+**What is forgotten leaves a bound.** `node.purged_ms`: nothing issued up to then may run, for nobody knows whether it
+has. A new file starts with the moment at which it was made: what was issued before may have run in a file that is gone.
+`node.epoch_floor`: the highest epoch of the groups that were forgotten; one that is new here starts above.
+
 **Effects are written by triggers**, not by the code that decides: whatever changes a row of the state leaves a row in
 `effects`, in the same transaction, whoever changed it. A store that applied one operation twice would show two. Every
 statement names who did it (`last_operation`, `last_cause`) in the row itself, before a delete too, since a trigger
@@ -15,11 +19,11 @@ Source: KVC-IDEM-001 to -011.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 APPLICATION_ID: Final = 0x70644247
 """Which files are ours: "pdBG", in SQLite's header."""
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """The version that this code writes and reads, in SQLite's `user_version`."""
 
 _TABLES: Final = """
@@ -27,16 +31,18 @@ CREATE TABLE node (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     name TEXT NOT NULL,
     incarnation TEXT NOT NULL DEFAULT '',
-    purged_ms INTEGER NOT NULL DEFAULT 0,
+    purged_ms INTEGER NOT NULL,
+    epoch_floor INTEGER NOT NULL DEFAULT 0,
     reserved INTEGER NOT NULL DEFAULT 0 CHECK (reserved >= 0)
 ) STRICT;
 CREATE TABLE groups (
     tenant TEXT NOT NULL, block_group_id TEXT NOT NULL, state TEXT NOT NULL, location TEXT NOT NULL,
     epoch INTEGER NOT NULL, size_bytes INTEGER NOT NULL, token_start INTEGER NOT NULL, token_end INTEGER NOT NULL,
     checksum TEXT NOT NULL, reserved INTEGER NOT NULL CHECK (reserved >= 0), migration TEXT NOT NULL,
-    last_operation TEXT NOT NULL, last_cause TEXT NOT NULL,
+    changed_ms INTEGER NOT NULL, last_operation TEXT NOT NULL, last_cause TEXT NOT NULL,
     PRIMARY KEY (tenant, block_group_id)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX groups_gone ON groups (changed_ms) WHERE state IN ('EVICTED', 'MOVED');
 CREATE TABLE pins (
     tenant TEXT NOT NULL, block_group_id TEXT NOT NULL, request_id TEXT NOT NULL, state TEXT NOT NULL,
     at_ms INTEGER NOT NULL, last_operation TEXT NOT NULL, last_cause TEXT NOT NULL,
@@ -57,11 +63,13 @@ CREATE TABLE migrations (
     PRIMARY KEY (tenant, operation_id)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX migrations_open ON migrations (tenant, operation_id) WHERE told = 0;
+CREATE INDEX migrations_over ON migrations (at_ms) WHERE told = 1;
 CREATE TABLE arrivals (
     tenant TEXT NOT NULL, operation_id TEXT NOT NULL, block_group_id TEXT NOT NULL,
     known_before TEXT NOT NULL, settled INTEGER NOT NULL, at_ms INTEGER NOT NULL,
     PRIMARY KEY (tenant, operation_id)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX arrivals_over ON arrivals (at_ms) WHERE settled = 1;
 CREATE TABLE operations (
     tenant TEXT NOT NULL, operation_id TEXT NOT NULL, method TEXT NOT NULL, params BLOB NOT NULL,
     outcome TEXT NOT NULL, answer BLOB NOT NULL, issued_ms INTEGER NOT NULL, done_ms INTEGER NOT NULL,
@@ -131,7 +139,7 @@ END;"""  # noqa: S608 - names of columns, from this file
 CREATE: Final = _TABLES + "".join(_witness(*witnessed) for witnessed in _WITNESSED)
 """Everything that a new file gets, in one transaction."""
 
-SELECT_RECORD: Final = "SELECT params, answer FROM operations WHERE tenant = ? AND operation_id = ?"
+SELECT_RECORD: Final = "SELECT params, answer, issued_ms FROM operations WHERE tenant = ? AND operation_id = ?"
 INSERT_RECORD: Final = "INSERT INTO operations VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 _GROUP_COLUMNS: Final = ", ".join(GROUP)
@@ -160,10 +168,10 @@ SELECT tenant, {_GROUP_COLUMNS}, EXISTS (
 FROM groups g WHERE state IN ('RESIDENT', 'MIGRATING_OUT', 'MIGRATING_IN')
 ORDER BY tenant, block_group_id"""  # noqa: S608
 PUT_GROUP: Final = f"""
-INSERT INTO groups (tenant, {_GROUP_COLUMNS}, last_operation, last_cause)
-VALUES ({", ".join("?" * (len(GROUP) + 3))})
+INSERT INTO groups (tenant, {_GROUP_COLUMNS}, changed_ms, last_operation, last_cause)
+VALUES ({", ".join("?" * (len(GROUP) + 4))})
 ON CONFLICT DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in GROUP[1:])},
-    last_operation = excluded.last_operation, last_cause = excluded.last_cause"""  # noqa: S608
+    changed_ms = excluded.changed_ms, last_operation = excluded.last_operation, last_cause = excluded.last_cause"""  # noqa: S608
 SIGN_GROUP: Final = "UPDATE groups SET last_operation = ?, last_cause = ? WHERE tenant = ? AND block_group_id = ?"
 DELETE_GROUP: Final = "DELETE FROM groups WHERE tenant = ? AND block_group_id = ?"
 
@@ -202,27 +210,62 @@ SELECT block_group_id, known_before, settled FROM arrivals WHERE tenant = ? AND 
 INSERT_ARRIVAL: Final = "INSERT INTO arrivals VALUES (?, ?, ?, ?, 0, ?)"
 SETTLE_ARRIVAL: Final = "UPDATE arrivals SET settled = 1, at_ms = ? WHERE tenant = ? AND operation_id = ?"
 
-SELECT_NODE: Final = "SELECT name, incarnation, purged_ms FROM node"
-INSERT_NODE: Final = "INSERT INTO node (one, name) VALUES (1, ?)"
+SELECT_NODE: Final = "SELECT name, incarnation, purged_ms, epoch_floor FROM node"
+INSERT_NODE: Final = "INSERT INTO node (one, name, purged_ms) VALUES (1, ?, ?)"
 SET_INCARNATION: Final = "UPDATE node SET incarnation = ?"
 
 LATEST_TO_PURGE: Final = """
 SELECT max((SELECT coalesce(max(issued_ms), 0) FROM operations WHERE issued_ms < ?),
            (SELECT coalesce(max(at_ms), 0) FROM pins WHERE state = 'UNPINNED' AND at_ms < ?))"""
 """The latest moment of what a purge forgets; nothing issued up to then may run any more."""
-RAISE_PURGED: Final = "UPDATE node SET purged_ms = max(purged_ms, ?)"
-PURGE_RECORDS: Final = "DELETE FROM operations WHERE issued_ms < ?"
-PURGE_OTHERS: Final = (
-    "UPDATE pins SET last_cause = 'purge' WHERE state = 'UNPINNED' AND at_ms < ?",
-    "DELETE FROM pins WHERE state = 'UNPINNED' AND at_ms < ?",
-    "UPDATE transfers SET last_cause = 'purge' WHERE expires_ms < ?",
-    "DELETE FROM transfers WHERE expires_ms < ?",
-    "UPDATE migrations SET last_cause = 'purge' WHERE told = 1 AND at_ms < ?",
-    "DELETE FROM migrations WHERE told = 1 AND at_ms < ?",
-    "DELETE FROM arrivals WHERE settled = 1 AND at_ms < ?",
-    "DELETE FROM effects WHERE at_ms < ? AND seq < (SELECT max(seq) FROM effects)",
-)
-"""One parameter each: the moment. The newest effect stays, so that no number is given twice."""
+RAISE_PURGED: Final = "UPDATE node SET purged_ms = ?1 WHERE purged_ms < ?1"
+RAISE_FLOOR: Final = "UPDATE node SET epoch_floor = ?1 WHERE epoch_floor < ?1"
+
+
+class Purge(NamedTuple):
+    """How the oldest rows of a table are forgotten. Parameters: before which moment, and how many rows."""
+
+    statements: tuple[str, ...]
+    highest_epoch: str = ""
+    """A query for the highest epoch among those rows."""
+
+
+def _oldest(table: str, key: str, moment: str, over: str = "") -> str:
+    return f"""
+SELECT {key} FROM {table} old WHERE {over and f"{over} AND "}{moment} < ? ORDER BY {moment}, {key} LIMIT ?"""  # noqa: S608
+
+
+def _purge(table: str, key: str, moment: str, over: str = "", *, witnessed: bool = True) -> Purge:
+    """Return how rows are forgotten of which `over` is true; the triggers see whose doing it is."""
+    those = f"WHERE ({key}) IN ({_oldest(table, key, moment, over)})"
+    delete = f"DELETE FROM {table} {those}"  # noqa: S608 - names, from this file
+    return Purge((f"UPDATE {table} SET last_cause = 'purge' {those}", delete) if witnessed else (delete,))  # noqa: S608
+
+
+_GROUP_KEY: Final = "tenant, block_group_id"
+_GONE: Final = """state IN ('EVICTED', 'MOVED') AND NOT EXISTS (
+    SELECT 1 FROM migrations m WHERE m.tenant = old.tenant AND m.operation_id = old.migration AND m.told = 0)"""
+"""Of a group: its blocks are not here, and nobody is still to be told where they went."""
+
+PURGES: Final = (
+    _purge("operations", "tenant, operation_id", "issued_ms", witnessed=False),
+    _purge("pins", "tenant, block_group_id, request_id", "at_ms", "state = 'UNPINNED'"),
+    _purge("transfers", "transfer_token", "expires_ms"),
+    _purge("migrations", "tenant, operation_id", "at_ms", "told = 1"),
+    _purge("arrivals", "tenant, operation_id", "at_ms", "settled = 1", witnessed=False),
+    _purge("groups", _GROUP_KEY, "changed_ms", _GONE)._replace(
+        highest_epoch=f"""
+SELECT coalesce(max(epoch), 0) FROM groups
+WHERE ({_GROUP_KEY}) IN ({_oldest("groups", _GROUP_KEY, "changed_ms", _GONE)})"""  # noqa: S608
+    ),
+    Purge(("""
+DELETE FROM effects WHERE at_ms < ? AND seq IN (SELECT seq FROM effects ORDER BY seq LIMIT ?)
+    AND seq < (SELECT max(seq) FROM effects)""",)),
+)  # fmt: skip
+"""What is forgotten, in this order. The newest effect stays, so that no number is given twice.
+
+Effects are looked at from the first on, and no further than the limit: they have no index by time, and need none.
+"""
 
 SELECT_EFFECTS: Final = """
 SELECT seq, at_ns, tenant, block_group_id, operation_id, cause, kind, key, before, after FROM effects ORDER BY seq"""

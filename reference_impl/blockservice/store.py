@@ -46,11 +46,15 @@ Code: TypeAlias = Literal["locked", "full", "damaged"]
 _Row: TypeAlias = tuple[Any, ...]
 
 _CACHE_KIB: Final = 16 * 1024
+_LOG_BYTES: Final = 16 << 20
+"""What the log's file keeps of its size when it starts anew: one large transaction is no reason to keep the room."""
+PURGE_ROWS: Final = 2000
+"""Rows that one purge forgets: some tens of milliseconds, in which no write can be run."""
 _ADVICE: Final[dict[Code, str]] = {
     "locked": "another process keeps it: end that one, or try again",
     "full": "make room on its disk and try again",
     "damaged": "move it and the files beside it (-wal, -shm) away and restore a copy, or start without: then every id "
-    "issued before is unknown",
+    "issued before is refused",
 }
 _ADVICE_BY_ERROR: Final[dict[int, str]] = {
     sqlite3.SQLITE_IOERR: "look at its disk and at the kernel's log",
@@ -232,27 +236,33 @@ class Store:
         """Return what is kept of an operation (KVC-IDEM-019)."""
         with self._explained("read"):
             row = self._db.execute(schema.SELECT_RECORD, (tenant, operation_id)).fetchone()
-        return None if row is None else Record(row[0], msgspec.json.decode(row[1], type=Answer))
+        return None if row is None else _record(row)
 
     def purged_ms(self) -> int:
-        """Return the latest issue time of which records were dropped: whether anything older has run cannot be told."""
+        """Return the latest issue time of which nothing is known: whether anything older has run cannot be told."""
         with self._explained("read"):
             return self._purged_ms()
 
-    def purge(self, now_ms: int | None = None) -> int:
-        """Forget what no retry may ask for any more; return how many operations that were (KVC-IDEM-008).
+    def purge(self, now_ms: int | None = None, rows_max: int = PURGE_ROWS) -> int:
+        """Forget what no retry may ask for any more (KVC-IDEM-008); return how many rows that were.
 
-        What is forgotten is remembered as one moment, in the same transaction: nothing issued up to then runs any more,
-        even if the wall clock steps back.
+        At most `rows_max`, so that writes wait for one slice only: if as many are returned, call again. Groups that
+        are evicted or have moved are forgotten too when they have not changed for as long; who asks for one is then
+        told that it is unknown.
+
+        What is forgotten leaves a bound behind, in the same transaction: a moment (nothing issued up to then runs any
+        more, even if the wall clock steps back) and an epoch (a group that is new here starts above it).
         """
+        if rows_max < 1:
+            raise ValueError(f"rows_max must be at least 1, got {rows_max}")
         before_ms = self._retention.purge_before_ms(self._now_ms() if now_ms is None else now_ms)
+        left = rows_max
         with self._transaction() as db:
             latest_ms = db.execute(schema.LATEST_TO_PURGE, (before_ms, before_ms)).fetchone()[0]
             db.execute(schema.RAISE_PURGED, (latest_ms,))
-            dropped = db.execute(schema.PURGE_RECORDS, (before_ms,)).rowcount
-            for statement in schema.PURGE_OTHERS:
-                db.execute(statement, (before_ms,))
-        return dropped
+            for purge in schema.PURGES:
+                left -= self._purge(purge, before_ms, left)
+        return rows_max - left
 
     # Reads.
 
@@ -334,12 +344,16 @@ class Store:
     # What the node itself does.
 
     def publish(self, tenant: str, groups: Sequence[Group]) -> list[Group]:
-        """Write down groups that an engine says it holds; return each as it stands now."""
+        """Write down groups that an engine says it holds; return each as it stands now.
+
+        One that is returned as MOVED was not written down: another node owns that id, and the engine has to find
+        another for its blocks (`rules.blockgroups.published`).
+        """
         stand = []
         with self._transaction():
             for group in groups:
                 known = self._group(tenant, group.block_group_id)
-                new = blockgroups.published(known, group)
+                new = blockgroups.published(known, group, 0 if known else self._epoch_floor())
                 if new is not None:
                     self._put_group(tenant, new, _ENGINE)
                     self._forget_pins(tenant, new.block_group_id, _ENGINE)
@@ -412,7 +426,8 @@ class Store:
         """Take in a group that another node moves here: MIGRATING_IN, and that node's until `settle`.
 
         Return it as it is, to a repeat too. None if a group of that id is here already by other ways, or if this
-        migration was settled and left nothing. The epoch is never below one that was known here before.
+        migration was settled and left nothing. The epoch is never below one that was known here before, even
+        if that is forgotten.
         """
         with self._transaction() as db:
             known = self._group(tenant, group.block_group_id)
@@ -423,7 +438,7 @@ class Store:
                 return None
             arriving = msgspec.structs.replace(
                 group, state=GroupState.MIGRATING_IN, migration=operation_id, reserved=0,
-                epoch=max(group.epoch, known.epoch if known else 0),
+                epoch=max(group.epoch, known.epoch if known else self._epoch_floor()),
             )  # fmt: skip
             before = msgspec.json.encode(known).decode() if known else ""
             parameters = (tenant, operation_id, group.block_group_id, before, self._now_ms())
@@ -460,6 +475,7 @@ class Store:
             else:
                 db.execute(schema.SIGN_GROUP, (_MIGRATION.operation_id, _MIGRATION.cause, tenant, block_group_id))
                 db.execute(schema.DELETE_GROUP, (tenant, block_group_id))
+                db.execute(schema.RAISE_FLOOR, (group.epoch,))
                 return None
             self._put_group(tenant, after, _MIGRATION)
             return after
@@ -491,8 +507,7 @@ class Store:
         row = self._db.execute(schema.SELECT_RECORD, (write.tenant, write.operation_id)).fetchone()
         if row is None:
             return None
-        record = Record(row[0], msgspec.json.decode(row[1], type=Answer))
-        judgement = judge(record, write.request, write.issued_ms, now_ms, 0, self._retention)
+        judgement = judge(_record(row), write.request, write.issued_ms, now_ms, 0, self._retention)
         assert judgement is not None
         return Done(judgement.answer, replayed=isinstance(judgement, Replay))
 
@@ -587,7 +602,7 @@ class Store:
         return None if row is None else _group(row)
 
     def _put_group(self, tenant: str, group: Group, by: _By) -> None:
-        row = (tenant, *msgspec.structs.astuple(group), by.operation_id, by.cause)
+        row = (tenant, *msgspec.structs.astuple(group), self._now_ms(), by.operation_id, by.cause)
         self._db.execute(schema.PUT_GROUP, row)
 
     def _forget_pins(self, tenant: str, block_group_id: str, by: _By) -> None:
@@ -606,6 +621,18 @@ class Store:
     def _purged_ms(self) -> int:
         return int(self._db.execute(schema.SELECT_NODE).fetchone()[2])
 
+    def _epoch_floor(self) -> int:
+        return int(self._db.execute(schema.SELECT_NODE).fetchone()[3])
+
+    def _purge(self, purge: schema.Purge, before_ms: int, rows_max: int) -> int:
+        """Forget the oldest rows of one table, at most `rows_max`; return how many went."""
+        if not rows_max:
+            return 0
+        if purge.highest_epoch:
+            highest = self._db.execute(purge.highest_epoch, (before_ms, rows_max)).fetchone()
+            self._db.execute(schema.RAISE_FLOOR, highest)
+        return [self._db.execute(statement, (before_ms, rows_max)).rowcount for statement in purge.statements][-1]
+
     # The file.
 
     def _set_up(self) -> None:
@@ -618,6 +645,7 @@ class Store:
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA fullfsync = ON")  # of macOS, where a sync alone does not reach the disk
         db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         if self._is_empty():
             with self._transaction():
                 if self._is_empty():  # nobody else has made them meanwhile
@@ -628,9 +656,16 @@ class Store:
         return not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
     def _make_tables(self) -> None:
+        """Make a new file's tables. Ids issued up to now are refused: they may have run in a file that is gone.
+
+        No slack for callers whose clock is behind: whatever was let in, an old operation could come in with it and run
+        again. Such a caller is refused for as long as its clock is behind the file's beginning, and that once in the
+        file's life. (A caller whose clock was ahead, by `skew_ms` at most, and who asks the old file and then this one
+        is not recognised: to shut that out, nobody could be served in the file's first minute.)
+        """
         for statement in _statements(schema.CREATE):
             self._db.execute(statement)
-        self._db.execute(schema.INSERT_NODE, (self._node,))
+        self._db.execute(schema.INSERT_NODE, (self._node, self._now_ms()))
         self._db.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
         self._db.execute(f"PRAGMA user_version = {schema.SCHEMA}")
 
@@ -716,6 +751,10 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
+
+
+def _record(row: _Row) -> Record:
+    return Record(row[0], msgspec.json.decode(row[1], type=Answer), row[2])
 
 
 def _group(row: _Row) -> Group:

@@ -15,10 +15,12 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from reference_impl.blockservice.store import Done, Store, StoreError, Write
+from reference_impl.blockservice.store import PURGE_ROWS, Done, Store, StoreError, Write
 
 T = TypeVar("T")
 
+PURGE_PAUSE_S: Final = 0.05
+"""Between two slices of a purge: what has queued meanwhile is committed, and more."""
 QUEUE_MAX: Final = 1024
 BATCH_MAX: Final = 128
 
@@ -177,6 +179,20 @@ class Writer:
             return _Ended(task.waiter, task.method(self._store))
         except Exception as error:
             return _Ended(task.waiter, error=error)
+
+
+async def purge(writer: Writer, *, rows_max: int = PURGE_ROWS, pause_s: float = PURGE_PAUSE_S) -> int:
+    """Have a store forget what it may, in slices between which it runs writes; return how many rows that were.
+
+    Raises StoreError, QueueFull; what was forgotten by then stays forgotten.
+    """
+    gone = 0
+    while True:
+        rows = await writer.call(lambda store: store.purge(rows_max=rows_max))
+        gone += rows
+        if rows < rows_max:
+            return gone
+        await asyncio.sleep(pause_s)
 
 
 def _write(task: _Task) -> Write:

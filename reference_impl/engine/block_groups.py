@@ -26,6 +26,8 @@ from reference_impl.rules.handoff import BadHandOff, parse
 
 COPIES_MAX: Final = 4096
 """Migrations whose outcome is remembered; an older one would be begun anew, and find everything here."""
+NUMBERS_MAX: Final = 4096
+"""Prompts of which it is remembered that they are not called by their first name."""
 LOOKS_MAX: Final = 1024
 """Groups that are looked at in one go: a millisecond of the event loop's time."""
 FRESH_MAX: Final = 64
@@ -68,6 +70,9 @@ class BlockGroups:
         """By digest: how many groups it is part of."""
         self._holding: Counter[bytes] = Counter()
         """By digest: how many groups that are held it is part of."""
+        self._numbers: dict[bytes, int] = {}
+        """By last digest: which of its names a prompt has now; the ones before are other nodes'."""
+        self._renamed: list[link.Publish] = []
         self._to_look_at: list[str] = []
         """Groups that `gone` has still to look at in this round."""
         self._lost: list[str] = []
@@ -88,7 +93,7 @@ class BlockGroups:
         digests = sequence.digests[: sequence.prompt_tokens // BLOCK_TOKENS]
         if not digests:
             return
-        name = f"{self._worker_id}.{digests[-1].hex()}"
+        name = self._name(digests[-1])
         if name in self._groups or name in self._unchecked or self._pool.find(digests) is None:
             return
         if len(self.fresh) >= FRESH_MAX:
@@ -96,6 +101,29 @@ class BlockGroups:
             return
         self._unchecked.add(name)
         self.fresh.append(Fresh(name, digests, self._pool.take_prefix(digests)))
+
+    def _name(self, last_digest: bytes) -> str:
+        number = self._numbers.get(last_digest, 1)
+        return f"{self._worker_id}{f'~{number}' if number > 1 else ''}.{last_digest.hex()}"
+
+    def _rename(self, name: str) -> None:
+        """Have a group under its next name, to be published by that."""
+        here = self._groups.get(name)
+        if here is None or here.known:
+            return
+        digest = here.digests[-1]
+        self._numbers[digest] = self._numbers.get(digest, 1) + 1
+        if len(self._numbers) > NUMBERS_MAX:
+            del self._numbers[next(iter(self._numbers))]
+        self._remove(name)
+        group = msgspec.structs.replace(here.group, block_group_id=self._name(digest))
+        self._add(_Here(group, here.digests))
+        self._renamed.append(link.Publish(group))
+
+    def take_renamed(self) -> list[link.Publish]:
+        """Return, and forget, what is to be published under another name than before."""
+        renamed, self._renamed = self._renamed, []
+        return renamed
 
     def checked(self, fresh: Fresh, checksum: str) -> link.Publish | None:
         """Take up a group whose checksum is known; return what is to be told, None of a copy."""
@@ -175,6 +203,8 @@ class BlockGroups:
                 fields = {"copy": self._fetch(question, now_ns)}
             case link.Noted():
                 fields = {"here": self._noted(question.block_group_id)}
+            case link.Elsewhere():
+                self._rename(question.block_group_id)
             case link.Sync():
                 self._sync(question)
         return fields

@@ -80,6 +80,8 @@ class BlockLink:
             if self._groups.fresh:
                 fresh = self._groups.fresh.popleft()
                 await self._check(fresh)
+            for published in self._groups.take_renamed():
+                self._tell(published)
             gone, ended = self._groups.gone(), self._groups.loans_ended()
             if gone:
                 self._tell(link.Gone(gone))

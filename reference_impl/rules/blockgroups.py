@@ -38,7 +38,7 @@ class GroupState(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """What became of a write; both are final."""
+    """What became of a write; final, but for the refusals at the door (`operations.NOT_KEPT`), which decide nothing."""
 
     APPLIED = "APPLIED"
     REFUSED = "REFUSED"
@@ -132,7 +132,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a write is answered; kept, and given again to every retry."""
+    """What a write is answered; what was decided is kept, and given again to every retry."""
 
     outcome: Outcome
     refusal: Refusal = Refusal.NONE
@@ -411,10 +411,17 @@ def evicted(group: Group) -> Group:
     return msgspec.structs.replace(group, state=GroupState.EVICTED, epoch=group.epoch + 1, reserved=0)
 
 
-def published(known: Group | None, new: Group) -> Group | None:
-    """Return a group that an engine says it holds, None if that is known: one that returns starts its next epoch."""
+def published(known: Group | None, new: Group, epoch_floor: int = 0) -> Group | None:
+    """Return a group that an engine says it holds, None if what is known stays: one that returns starts its next epoch.
+
+    `epoch_floor` is the highest epoch of the groups that the node has forgotten: one that is new to it may be one of
+    those, so it starts above, and whatever anybody knew of an earlier life is stale (KVC-IDEM-005).
+
+    None as well of a group that is known as MOVED. Its blocks are here again under the id of a group that another node
+    owns: two owners of one id there must not be, so the engine is to give them another name.
+    """
     if known is None:
-        return new
+        return msgspec.structs.replace(new, epoch=max(new.epoch, epoch_floor + 1))
     if known.state is GroupState.EVICTED:
         return msgspec.structs.replace(new, epoch=known.epoch + 1)
     return None

@@ -8,7 +8,8 @@ from typing import Final
 import msgspec
 
 from harness.group_timeline import Breach
-from harness.operation_history import Counts, judge_history, judge_owners
+from harness.new_engines import engines_of
+from harness.operation_history import Counts, judge_history, judge_ownership
 from harness.run_folder import RunFolder
 from harness.verdicts import Verdict, worst
 from reference_impl.rules.events import EventKind
@@ -93,8 +94,9 @@ def read(run: RunFolder) -> Read:
     end_ns = _end_ns(run)
     gone, moved = outages(run, struck, end_ns), moves(run)
     lines, unreadable = rpc_lines(run)
-    judged = judge_history(rows)
-    breaches = [*judged.breaches, *judge_owners(rows.groups)]
+    engines = engines_of(run)
+    judged = judge_history(rows, engines=engines)
+    breaches = [*judged.breaches, *judge_ownership(rows, engines=engines)]
     facts = Facts(
         run=run, counts=judged.counts, breaches=dict(sorted(Counter(b.rule for b in breaches).items())),
         methods=methods(rows.invocations), users=users(run, away(gone, end_ns)), moves=summarise_moves(run, moved),

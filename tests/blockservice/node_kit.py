@@ -89,8 +89,10 @@ class Engine:
             self.tell(link.Ended([token]))
 
     def tell(self, message: link.Publish | link.Gone | link.Ended) -> None:
-        if self.site.line is not None and self.site.line.linked:
-            self.site.line.heard.append(message)
+        """Tell it, if somebody hears it; one who is being introduced hears it after that."""
+        line = self.site.line
+        if line is not None and (line.linked or line.introducing is self):
+            line.heard.append(message)
 
     def hello(self) -> link.Hello:
         return link.Hello(
@@ -184,6 +186,8 @@ class Line:
         self._life, self._site = life, life.site
         self.heard: list[link.Publish | link.Gone | link.Ended] = []
         self.linked = False
+        self.introducing: Engine | None = None
+        self._one_at_a_time = asyncio.Lock()
         self._coming: asyncio.Task[Any] | None = None
         self.delay: Callable[[], int] = lambda: 0
         """Turns of the event loop that a question takes, each way."""
@@ -215,17 +219,19 @@ class Line:
             raise NoEngine("the engine is being told what there is")
 
     async def come(self) -> None:
-        """Have the engine introduce itself, if there is one."""
-        engine = self._site.engine
-        self.linked, self.heard = False, []
-        if engine is None or self._life.dead:
-            return
-        self._coming = asyncio.current_task()
-        try:
-            await self._life.node.came(engine.hello())
-        except (NoEngine, Crash, StoreError, QueueFull):
-            return
-        self.linked = engine is self._site.engine
+        """Have the engine introduce itself, if there is one; harmless while it is linked."""
+        async with self._one_at_a_time:
+            engine = self._site.engine
+            if self.linked or engine is None or self._life.dead:
+                return
+            self.heard, self.introducing, self._coming = [], engine, asyncio.current_task()
+            try:
+                await self._life.node.came(engine.hello())
+                self.linked = engine is self._site.engine
+            except (NoEngine, Crash, StoreError, QueueFull):
+                return
+            finally:
+                self.introducing = None
 
     async def hear(self) -> None:
         """Take in what the engine has said, in order."""
@@ -234,6 +240,9 @@ class Line:
                 await self._life.node.said(self.heard.pop(0))
             except (NoEngine, Crash, StoreError, QueueFull):
                 self.linked = False  # and it comes again
+            except asyncio.CancelledError:
+                self.linked = False  # what was heard by half is told anew
+                raise
 
 
 class MortalStore(Store):
@@ -281,6 +290,7 @@ class Life:
         )  # fmt: skip
         self.store._db.execute("PRAGMA synchronous = OFF")  # nobody pulls the plug here
         self.store.life = self
+        self._reader: Store | None = None
         self.writer = Writer(self.store)
         self.events: list[tuple[Any, str, dict[str, Any]]] = []
         self.node = BlockNode(
@@ -306,6 +316,13 @@ class Life:
     def _reached(self, point: str) -> None:
         self.store.reach(point)
 
+    @property
+    def reader(self) -> Store:
+        """The same file, to look at while the writer's thread has the other connection."""
+        if self._reader is None:
+            self._reader = Store(self.site.path, self.site.name, now_ms=self.site.world.clock)
+        return self._reader
+
     def check(self) -> None:
         """Raise Crash if this life is over."""
         if self.dead:
@@ -320,6 +337,8 @@ class Life:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.writer.close()
         self.store.close()
+        if self._reader is not None:
+            self._reader.close()
 
 
 class DirectPeer:
@@ -383,7 +402,7 @@ class Site:
     @property
     def store(self) -> Store:
         assert self.life is not None
-        return self.life.store
+        return self.life.reader
 
     @property
     def alive(self) -> Engine:
@@ -428,7 +447,7 @@ class World:
         self, folder: Path, *names: str, polls: int = 2, limit_s: float = LIMIT_S, still: bool = False
     ) -> None:  # fmt: skip
         self.still = still
-        self.clock = Clock(NOW_MS)
+        self.clock = Clock(NOW_MS - 1)  # when the stores are made: nothing issued before that is run
         self.polls, self.limit_s = polls, limit_s
         self.points: FailPoints | None = None
         self.sites: dict[str, Site] = {}

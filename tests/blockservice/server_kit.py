@@ -1,6 +1,7 @@
 """A server over a real store, in this process or in one of its own, and a caller that hides nothing of what it gets.
 
-As a program it serves until it is told to stop: `python -m tests.blockservice.server_kit STORE EVENTS [--no-points]`.
+As a program it serves until it is told to stop: `python -m tests.blockservice.server_kit STORE EVENTS [--no-points]
+[--tenants NAME ...]`, each of whom has the one group; TENANT alone, if none is named.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ class Caller:
         options = [("grpc.max_metadata_size", 1 << 20), ("pdproof.connection", connection)]
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
         self.metadata = metadata(tenant, credential(SECRET, tenant) if key is None else key)
+        self._issued_ms: dict[str, int] = {}
+        """When it made each of its operations: asked again, they are repeated as they were."""
 
     async def call(
         self, method: str, message: Message, *, timeout_s: float | None = CALL_S, attempt: int = 1,
@@ -158,7 +161,9 @@ class Caller:
         self, operation_id: str, request: Request, *, issued_ms: int | None = None, **more: Any
     ) -> tuple[Answer, bool]:  # fmt: skip
         """Return a write's answer, and whether it was given before. Raises Failed."""
-        named = Named(operation_id, wall_ms() if issued_ms is None else issued_ms)
+        if issued_ms is None:
+            issued_ms = self._issued_ms.setdefault(operation_id, wall_ms())
+        named = Named(operation_id, issued_ms)
         method = wire.METHODS[type(request)]
         return wire.answer_of(await self.call(method, wire.write_pb(named, request), **more))
 
@@ -181,6 +186,13 @@ class Held(msgspec.Struct, frozen=True):
     def of_clients(self) -> list[tuple[str, str, str]]:
         """Return operation, kind and key of every effect that a client's write had."""
         return [(e.operation_id, e.kind, e.key) for e in self.effects if e.cause == "client"]
+
+    def seen_by(self, tenant: str) -> Held:
+        """Return what there is of one tenant, without his name."""
+        return Held(*(
+            [msgspec.structs.replace(row, tenant="") for row in rows if row.tenant == tenant]
+            for rows in (self.effects, self.records, self.finals)
+        ))  # fmt: skip
 
     def state(self) -> tuple[Any, ...]:
         """Return what is there in the end, without moments: what two runs are compared by."""
@@ -305,7 +317,8 @@ async def _serve(options: argparse.Namespace) -> None:
 
     points = None if options.no_points else FailPoints(say)
     store = Store(Path(options.store), NODE, nodes=NODES, reached=points.in_store if points else None)
-    store.publish(TENANT, [GROUP])
+    for tenant in options.tenants:
+        store.publish(tenant, [GROUP])
     node, metrics = StoreNode(store), RpcMetrics()
     server = BlockServer(node, SECRET, points=points, buckets=Buckets({}), metrics=metrics, log=RpcLog(None))
     stop = asyncio.Event()
@@ -322,6 +335,7 @@ def _main() -> None:
     parser.add_argument("store")
     parser.add_argument("events")
     parser.add_argument("--no-points", action="store_true")
+    parser.add_argument("--tenants", nargs="*", default=[TENANT])
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -27,6 +27,8 @@ from reference_impl.rules.blockgroups import (
 )
 
 NOW_MS = 1_800_000_000_000
+MADE_MS = 1_700_000_000_000
+"""When the stores of tests were made: before all that is asked of them, on the machine's clock too."""
 BG = "bg_1"
 NODES = frozenset({"a", "b"})
 PLACE = Place(node="a", handoff="{}", size_bytes=100, checksum="", transfer_token="token-1", expires_ms=NOW_MS + 60_000)
@@ -55,6 +57,7 @@ class Crash(Exception):
 
 def make(path: Path, *, kind: type[Store] = Store, clock: Callable[[], int] | None = None, **options: Any) -> Store:
     """Open a store of node a that knows the group of the document: epoch 7, nothing reserved."""
+    Store(path, "a", now_ms=lambda: MADE_MS).close()
     store = kind(path, "a", nodes=NODES, now_ms=clock or Clock(), **options)
     if store.group("t", BG) is None:
         store.publish("t", [Group(block_group_id=BG, location="a", epoch=7)])

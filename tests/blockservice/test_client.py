@@ -21,7 +21,9 @@ from reference_impl.blockservice.failpoints import FailPoints
 from reference_impl.blockservice.pool import Connection
 from reference_impl.blockservice.rpc_log import Line
 from reference_impl.realclock import wall_ns
+from reference_impl.rules.blockgroups import Refusal
 from reference_impl.rules.clock import NS_PER_MS
+from reference_impl.rules.operations import NOT_KEPT
 from reference_impl.rules.retries import RetryBudget, RetryPolicy
 from tests.blockservice import server_kit
 from tests.blockservice.client_kit import (
@@ -264,7 +266,8 @@ OUTCOMES: dict[str, tuple[Script, str, str, int]] = {
     "applied at the second attempt": (each(UNAVAILABLE, answer()), "ok", "", 2),
     "refused": (refuse("STALE_EPOCH"), "fail", "STALE_EPOCH", 1),
     "refused at the second attempt": (each(UNAVAILABLE, refuse("PINNED")), "fail", "PINNED", 2),
-    "another operation has its id": (each(UNAVAILABLE, refuse("ID_REUSED")), "fail", "ID_REUSED", 2),
+    "another operation has its id": (refuse("ID_REUSED"), "fail", "ID_REUSED", 1),
+    "another operation has its id at its retry": (each(UNAVAILABLE, refuse("ID_REUSED")), "unknown", "ID_REUSED", 2),
     "too old to begin with": (refuse("ID_EXPIRED"), "fail", "ID_EXPIRED", 1),
     "too old by the time of its retry": (each(UNAVAILABLE, refuse("ID_EXPIRED")), "unknown", "ID_EXPIRED", 2),
     "from the future at its retry": (each(UNAVAILABLE, refuse("FROM_THE_FUTURE")), "unknown", "FROM_THE_FUTURE", 2),
@@ -280,6 +283,13 @@ OUTCOMES: dict[str, tuple[Script, str, str, int]] = {
     "broken": (fail(grpc.StatusCode.INTERNAL), "unknown", "INTERNAL", 1),
     "cancelled by the server": (fail(grpc.StatusCode.CANCELLED), "unknown", "CANCELLED", 1),
 }
+
+
+def test_the_contract_names_the_refusals_that_are_not_kept() -> None:
+    said = (Path(pb.__file__).parent / "blocks.proto").read_text()
+    head, answers = said.partition("\nservice BlockGroups")[0], said.partition("enum Disposition")[2].partition("}")[0]
+    for part in (head, answers):
+        assert {refusal for refusal in Refusal if refusal and refusal in part} == NOT_KEPT
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
@@ -454,6 +464,7 @@ async def test_the_servers_words_are_understood(tmp_path: Path) -> None:
         reserved = await client.reserve("bg_1", 7, 3, operation_id="op-1", issued_ms=issued_ms, timeout_s=20)
         again = await client.reserve("bg_1", 7, 3, operation_id="op-1", issued_ms=issued_ms, timeout_s=20)
         changed = await client.reserve("bg_1", 7, 4, operation_id="op-1", issued_ms=issued_ms, timeout_s=20)
+        anew = await client.reserve("bg_1", 7, 3, operation_id="op-1", issued_ms=issued_ms + 1, timeout_s=20)
         stale = await client.evict("bg_1", 6, operation_id="op-2", timeout_s=20)
         malformed = await client.reserve("bg_1", 7, -1, operation_id="op-3", timeout_s=20)
         nowhere = await client.get_metadata("bg_99", timeout_s=20)
@@ -461,10 +472,12 @@ async def test_the_servers_words_are_understood(tmp_path: Path) -> None:
         async with calling(f"{HOST}:{real.port}") as stranger:
             denied = await stranger.get_metadata("bg_1", timeout_s=20)
     found = [
-        (r.outcome, r.error_code, r.field, r.attempts) for r in (reserved, again, changed, stale, malformed, nowhere)
+        (r.outcome, r.error_code, r.field, r.attempts)
+        for r in (reserved, again, changed, anew, stale, malformed, nowhere)
     ]
     assert found == [
         ("ok", "", "", 1), ("ok", "", "", 1), ("fail", "ID_REUSED", "operation_id", 1),
+        ("fail", "ID_REUSED", "issued_ms", 1),
         ("fail", "STALE_EPOCH", "epoch", 1), ("fail", "INVALID_ARGUMENT", "slots", 1),
         ("fail", "NOT_FOUND", "block_group_id", 1),
     ]  # fmt: skip

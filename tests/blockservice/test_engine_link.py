@@ -218,6 +218,13 @@ async def test_a_new_engine_takes_over_and_the_one_before_is_heard_no_more(tmp_p
             await served.link.ask(LOOK)
 
 
+async def test_an_engine_whose_place_was_taken_may_come_back_when_the_other_has_gone(tmp_path: Path) -> None:
+    async with service(tmp_path) as served, engine(served) as old:
+        async with engine(served, link.Hello("e2", [], [], [])):
+            await until(lambda: served.link.incarnation == "e2")
+        assert await old.gone(), "it is parted, so that it connects anew and is told everything"
+
+
 async def test_a_question_to_an_engine_that_is_replaced_fails_at_once_and_is_not_put_to_the_next(
     tmp_path: Path,
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,25 @@ from reference_impl.blockservice.credentials import DEPLOYMENT
 from reference_impl.blockservice.failpoints import EXIT_CODE, ORDERS_MAX, POSSIBLE, Action, FailPoints, Order, Point
 from reference_impl.blockservice.store import StoreError, wall_ms
 from reference_impl.rules.blockgroups import Evict, Pin, Request, Reserve, StartMigrate, Unpin
-from tests.blockservice.server_kit import CALL_S, NODE, Caller, Child, Failed, called, child, held_at, serving
+from tests.blockservice.server_kit import (
+    CALL_S,
+    NODE,
+    TENANT,
+    Caller,
+    Child,
+    Failed,
+    Held,
+    called,
+    child,
+    held_at,
+    serving,
+)
 from tests.waiting import until_async
 
 AT = {"block_group_id": "bg_1", "epoch": 7}
 LATE_S = 0.4
 """Of calls whose reply does not come."""
+Asked = Callable[..., Awaitable[tuple[Any, bool]]]
 ENDS = {Action.EXIT: EXIT_CODE, Action.KILL: -signal.SIGKILL}
 
 
@@ -169,47 +183,63 @@ async def arm(running: Child, point: str, action: str, **more: Any) -> None:
         assert (report.armed, report.pid) == (1, running.process.pid)
 
 
-async def without_faults(folder: Path, requests: list[tuple[str, Request]]) -> Any:
+async def without_faults(folder: Path, requests: list[tuple[str, Request]]) -> Held:
     """Return what a store holds after requests to which nothing happens."""
     folder.mkdir()
     async with serving(folder) as here:
+        caller = here.caller()
         for operation_id, request in requests:
-            await here.caller().write(operation_id, request)
-        return (await here.held()).state()
+            await caller.write(operation_id, request)
+        return await here.held()
 
 
-CRASHES = [(point, action) for point in Point if not point.startswith("migration") for action in ENDS]
+POINTS = [point for point in Point if not point.startswith("migration")]
+CRASHES = [(point, action) for point in POINTS for action in ENDS]
+
+
+async def crash(running: Child, point: Point, action: Action, asked: Asked) -> Any:
+    """Have a process end at a point; return its answer, if one got out before."""
+    await arm(running, point, action)
+    first = None
+    if point is Point.AFTER_REPLY:
+        with contextlib.suppress(Failed):  # what was sent may or may not have got out of the dead process
+            first = (await asked(running))[0]
+    else:
+        with pytest.raises(Failed) as caught:
+            await asked(running)
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE, "the client knows nothing of what happened"
+    assert running.ended() == ENDS[action]
+    assert running.said()[-1] == [
+        point, action, "" if "commit" in point and "reply" not in point else "Reserve"
+    ]  # fmt: skip
+    return first
 
 
 @pytest.mark.rule("KVC-IDEM-002", "KVC-IDEM-003")
-@pytest.mark.parametrize(("point", "action"), CRASHES, ids=str)
-async def test_a_crash_anywhere_and_a_retry_at_the_successor_have_one_effect(
-    tmp_path: Path, point: Point, action: Action
-) -> None:
-    """Before the commit nothing is there, after it everything; the successor's answer is the same either way."""
-    request, issued_ms = Reserve(slots=3, **AT), wall_ms()
-    first = None
-    with child(tmp_path) as running:
-        await arm(running, point, action)
-        if point is Point.AFTER_REPLY:
-            with contextlib.suppress(Failed):  # what was sent may or may not have got out of the dead process
-                first = (await write(running, "op-1", request, issued_ms=issued_ms))[0]
-        else:
-            with pytest.raises(Failed) as caught:
-                await write(running, "op-1", request, issued_ms=issued_ms)
-            assert caught.value.code is grpc.StatusCode.UNAVAILABLE, "the client knows nothing of what happened"
-        assert running.ended() == ENDS[action]
-        assert running.said() == [[point, action, "" if "commit" in point and "reply" not in point else "Reserve"]]
-    committed = point not in (Point.RECEIVED, Point.BEFORE_COMMIT)
-    held = held_at(tmp_path / "store")
-    assert len(held.records) == len(held.of_clients()) == committed
-    with child(tmp_path) as successor:
-        answer, replayed = await write(successor, "op-1", request, issued_ms=issued_ms, attempt=2)
-        assert (answer.applied, answer.reserved, replayed) == (True, 3, committed)
-        assert first in (None, answer)
-        successor.stop()
-    clean = await without_faults(tmp_path / "clean", [("op-1", request)])
-    assert held_at(tmp_path / "store").state() == clean
+@pytest.mark.parametrize("action", ENDS)
+async def test_a_crash_anywhere_and_a_retry_at_the_successor_have_one_effect(tmp_path: Path, action: Action) -> None:
+    """Before the commit nothing is there, after it everything; the successor's answer is the same either way.
+
+    A successor answers the retry, and then crashes itself, at the next point.
+    """
+    request, asked, first, committed = Reserve(slots=3, **AT), None, None, False
+    for number, point in enumerate([*POINTS, None]):
+        with child(tmp_path) as running:
+            if asked is not None:
+                answer, replayed = await asked(running, attempt=2)
+                assert (answer.applied, answer.reserved, replayed) == (True, 3 * number, committed), point
+                assert first in (None, answer)
+            if point is None:
+                running.stop()
+                break
+            asked = partial(write, operation_id=f"op-{number}", request=request, issued_ms=wall_ms())
+            first = await crash(running, point, action, asked)
+        committed = point not in (Point.RECEIVED, Point.BEFORE_COMMIT)
+        held = held_at(tmp_path / "store")
+        assert len(held.records) == len(held.of_clients()) == number + committed, point
+    assert len(running.said()) == len(POINTS)
+    clean = await without_faults(tmp_path / "clean", [(f"op-{n}", request) for n in range(len(POINTS))])
+    assert held_at(tmp_path / "store").state() == clean.state()
 
 
 STORIES: list[tuple[str, Request]] = [
@@ -263,25 +293,38 @@ def test_every_point_is_tried_with_everything_that_can_be_done_there() -> None:
     assert tried == {(p, a) for p, actions in POSSIBLE.items() for a in actions if not p.startswith("migration")}
 
 
+@pytest.fixture(scope="module")
+def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """One process for everything that a process survives: each fault has a tenant and a group of its own."""
+    tenants = [_tenant(point, action) for point, action, *_ in SURVIVED]
+    with child(tmp_path_factory.mktemp("survivor"), "--tenants", *tenants) as running:
+        yield running
+        running.stop()
+
+
+def _tenant(point: Point, action: Action) -> str:
+    return f"{point}.{action}"
+
+
 @pytest.mark.rule("KVC-IDEM-001")
 @pytest.mark.parametrize(("point", "action", "seen", "had_run"), SURVIVED, ids=lambda x: str(getattr(x, "__name__", x)))
 async def test_a_fault_that_the_process_survives_and_a_retry_have_one_effect(
-    tmp_path: Path, point: Point, action: Action, seen: Callable[..., Any], had_run: bool | None
+    survivor: Child, tmp_path: Path, point: Point, action: Action, seen: Callable[..., Any], had_run: bool | None
 ) -> None:
     stories = [STORIES[0], STORIES[-1]] if seen is too_late else STORIES  # waiting takes its time
-    with child(tmp_path) as running:
-        async with called(running) as caller, called(running, DEPLOYMENT) as ours:
-            for number, (operation_id, request) in enumerate(stories):
-                await ours.arm(point, action, seconds=2 * LATE_S if action is Action.DELAY else 0.0)
-                await seen(caller, operation_id, request)
-                answer, replayed = await caller.write(operation_id, request, attempt=2)
-                assert replayed is (True if had_run is None else had_run)
-                assert await caller.write(operation_id, request, attempt=3) == (answer, True)
-                report = await ours.call("Report", pb.ReportRequest())
-                assert dict(report.acted) == {f"{point}:{action}": number + 1}
-            assert len(running.said()) == len(stories)
-        running.stop()
-    assert running.held().state() == await without_faults(tmp_path / "clean", stories)
+    tenant = _tenant(point, action)
+    async with called(survivor, tenant) as caller, called(survivor, DEPLOYMENT) as ours:
+        for number, (operation_id, request) in enumerate(stories):
+            await ours.arm(point, action, seconds=2 * LATE_S if action is Action.DELAY else 0.0)
+            await seen(caller, operation_id, request)
+            answer, replayed = await caller.write(operation_id, request, attempt=2)
+            assert replayed is (True if had_run is None else had_run)
+            assert await caller.write(operation_id, request, attempt=3) == (answer, True)
+            report = await ours.call("Report", pb.ReportRequest())
+            assert (report.acted[f"{point}:{action}"], report.armed) == (number + 1, 0)
+    assert [said[:2] for said in survivor.said()].count([point, action]) == len(stories)
+    clean = await without_faults(tmp_path / "clean", stories)
+    assert survivor.held().seen_by(tenant).state() == clean.seen_by(TENANT).state()
 
 
 async def test_an_order_can_be_taken_back_from_outside(tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def settle_of(ended: MigrationStatus) -> SettleOrder:
 @pytest.mark.parametrize("ended", [CANCELLED, FAILED])
 async def test_an_order_that_comes_after_its_end_fetches_nothing(ended: MigrationStatus, tmp_path: Path) -> None:
     """The end may overtake an order that waits for its share of the bucket, at whatever place."""
-    for turns in range(24):
+    for turns in range(16):
         async with world(tmp_path / str(turns), "b", "a", groups=()) as made:
             order, target = order_of(made), made["b"]
             assert target.line is not None
@@ -466,7 +466,7 @@ async def test_an_end_that_is_told_twice_or_of_nothing_is_settled(tmp_path: Path
 
 @pytest.mark.rule("KVC-IDEM-012")
 async def test_a_caller_that_hangs_up_while_an_end_is_taken_in_leaves_nothing_half_done(tmp_path: Path) -> None:
-    for turns in range(20):
+    for turns in range(14):
         async with world(tmp_path / str(turns), "b", "a", groups=()) as made:
             target, order = made["b"], order_of(made)
             while (await target.node.accept(order))[0] is not Copy.COPIED:

@@ -33,9 +33,15 @@ def start(path, order):
     return process
 
 
+_issued_ms = {}
+
+
 def request(path, operation_id, request=RESERVE, *, exit_at="", unsafe=False):
-    """Run one request in a process of its own; return its answer, None if the process was gone before it answered."""
-    asked = write(operation_id, request, issued_ms=wall_ms())
+    """Run one request in a process of its own; return its answer, None if the process was gone before it answered.
+
+    An id that is asked again is a retry: it repeats the moment as well.
+    """
+    asked = write(operation_id, request, issued_ms=_issued_ms.setdefault((path, operation_id), wall_ms()))
     process = start(path, Order(writes=[asked], exit_at=exit_at, unsafe=unsafe))
     out, _ = process.communicate(timeout=30)
     assert process.returncode == (EXIT_CODE if exit_at else 0)
@@ -122,7 +128,8 @@ def test_safe_four_concurrent_retries_have_one_effect_and_one_answer(path):
 
 def test_four_processes_that_make_the_same_file_at_once_all_get_it(tmp_path):
     path = tmp_path / "new.db"
-    processes = [start(path, Order(writes=[write(f"op-{n}", RESERVE, issued_ms=wall_ms())])) for n in range(4)]
+    later_ms = wall_ms() + 30_000  # than the file is made, whichever of them makes it
+    processes = [start(path, Order(writes=[write(f"op-{n}", RESERVE, issued_ms=later_ms)])) for n in range(4)]
     for process in processes:
         out, _ = process.communicate(timeout=30)
         assert msgspec.json.decode(out, type=Told).done.answer.refusal is Refusal.UNKNOWN_GROUP

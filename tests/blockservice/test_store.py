@@ -1,3 +1,4 @@
+import sqlite3
 import stat
 import threading
 
@@ -6,7 +7,7 @@ import pytest
 
 from reference_impl.blockservice import schema
 from reference_impl.blockservice import store as store_module
-from reference_impl.blockservice.store import Done, StoreError
+from reference_impl.blockservice.store import Done, Store, StoreError
 from reference_impl.rules import blockgroups
 from reference_impl.rules.blockgroups import (
     CancelMigrate,
@@ -25,6 +26,8 @@ from tests.blockservice.store_kit import (
     BG,
     EVERY_KIND,
     EVICT,
+    MADE_MS,
+    NODES,
     NOW_MS,
     PIN,
     PLACE,
@@ -77,7 +80,7 @@ def test_every_kind_of_request_runs_once_and_is_replayed_after_a_restart(path, n
     store = make(path)
     assert store.run([case.asked, case.asked]) == [Done(first.answer, replayed=True)] * 2
     assert picture(store) == after
-    assert store.look("t", "op") == Record(canonical(case.asked.request), first.answer)
+    assert store.look("t", "op") == Record(canonical(case.asked.request), first.answer, NOW_MS)
     store.close()
 
 
@@ -107,6 +110,42 @@ def test_other_parameters_are_refused_and_the_first_result_stays(store):
     assert refusal(ask(store, "op", EVICT)) is Refusal.ID_REUSED
     assert picture(store) == before
     assert ask(store, "op", RESERVE) == Done(first.answer, replayed=True)
+
+
+@pytest.mark.rule("KVC-IDEM-004")
+def test_an_id_that_is_issued_anew_is_refused_and_never_answered_as_if_it_were_a_retry(path):
+    """Answered, it would run again after the purge of the first, well within its own window."""
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "op", RESERVE)
+    clock.now_ms += 900
+    anew = ask(store, "op", RESERVE, issued_ms=clock.now_ms)
+    assert (refusal(anew), anew.answer.field, anew.replayed) == (Refusal.ID_REUSED, "issued_ms", False)
+    assert store.answered(write("op", RESERVE, issued_ms=clock.now_ms)) == anew
+    assert ask(store, "op", RESERVE).replayed
+    assert store.group("t", BG).reserved == len(effects_of(store, "op")) == 1
+    store.close()
+
+
+@pytest.mark.rule("KVC-IDEM-008")
+def test_a_refusal_at_the_door_decides_nothing(path):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "op", RESERVE)
+    asked = [
+        (write("op", replace(RESERVE, slots=2), issued_ms=NOW_MS + 900), Refusal.ID_REUSED),
+        (write("early", RESERVE, issued_ms=NOW_MS + 900), Refusal.FROM_THE_FUTURE),
+    ]
+    before = picture(store)
+    for one, expected in asked:
+        assert refusal(store.run([one])[0]) is expected
+    assert picture(store) == before
+    clock.now_ms += 1101
+    store.purge()
+    for one, _ in asked:
+        done = store.run([one])[0]
+        assert (done.answer.applied, done.replayed) == (True, False)
+    store.close()
 
 
 @pytest.mark.rule("KVC-IDEM-008")
@@ -249,7 +288,7 @@ def test_what_was_purged_is_never_run_again_even_if_the_clock_steps_back(path):
     assert store.purge() == 0, "a record stays as long as a caller whose clock is ahead may retry"
     assert ask(store, "op", RESERVE).replayed
     clock.now_ms += 1
-    assert store.purge() == 1
+    assert store.purge() == 2, "the record, and the effects but the newest"
     assert store.purged_ms() == NOW_MS
     clock.now_ms = NOW_MS - 500
     store.close()
@@ -258,6 +297,29 @@ def test_what_was_purged_is_never_run_again_even_if_the_clock_steps_back(path):
     assert store.group("t", BG).reserved == 1
     clock.now_ms = NOW_MS + 1
     assert ask(store, "new", RESERVE, issued_ms=NOW_MS + 1).answer.applied
+    store.close()
+
+
+@pytest.mark.rule("KVC-IDEM-008")
+def test_a_store_that_is_made_anew_runs_nothing_that_was_issued_before(path):
+    clock = Clock()
+    store = make(path, clock=clock)
+    assert ask(store, "op", RESERVE).answer.applied
+    store.close()
+    for file in path.parent.iterdir():
+        file.unlink()
+    clock.now_ms += 1000
+    for issued_ms in (NOW_MS, clock.now_ms):
+        store = Store(path, "a", nodes=NODES, now_ms=clock)
+        store.publish("t", [Group(block_group_id=BG, location="a", epoch=7)])
+        assert store.purged_ms() == NOW_MS + 1000
+        done = ask(store, "op", RESERVE, issued_ms=issued_ms)
+        assert (refusal(done), done.answer.field) == (Refusal.ID_EXPIRED, "issued_ms")
+        assert store.group("t", BG).reserved == 0
+        store.close()
+        clock.now_ms += 1000  # of a file that is there it is its beginning that counts, not when it is opened
+    store = Store(path, "a", nodes=NODES, now_ms=clock)
+    assert ask(store, "new", RESERVE, issued_ms=NOW_MS + 1001).answer.applied
     store.close()
 
 
@@ -295,8 +357,11 @@ def test_a_migration_whose_target_does_not_know_is_never_forgotten(path):
     clock.now_ms += 5000
     store.purge()
     assert store.open_migrations() == [("t", ended)]
+    assert store.group("t", BG).state is GroupState.MOVED
     store.set_told("t", "m")
     assert [e.cause for e in store.effects()][-1] == "migration"
+    store.purge()
+    assert store.group("t", BG) is None
     store.close()
 
 
@@ -314,8 +379,9 @@ def test_a_purge_forgets_what_is_over_and_keeps_what_stands(path):
     ask(store, "lent", replace(PREPARE, block_group_id="lent"), engine=EngineSays(place=PLACE))
     before = list(store.finals())
     clock.now_ms = PLACE.expires_ms + 5000
-    assert store.purge() == 5
-    assert list(store.finals()) == before
+    store.purge()
+    assert list(store.records()) == []
+    assert list(store.finals()) == [standing for standing in before if standing.group.block_group_id != "moved"]
     assert store.migration("t", "moving").status is MigrationStatus.PENDING
     assert store.migration("t", "moved") is None
     assert store._db.execute("SELECT count(*) FROM transfers").fetchone() == (0,)
@@ -325,6 +391,121 @@ def test_a_purge_forgets_what_is_over_and_keeps_what_stands(path):
     ask(store, "next", replace(PIN, request_id="u"), issued_ms=clock.now_ms)
     assert [effect.seq for effect in store.effects()] == [last.seq, last.seq + 1]
     store.close()
+
+
+@pytest.mark.rule("KVC-IDEM-008")
+@pytest.mark.parametrize("gone", ["evicted", "moved"])
+def test_a_group_that_is_gone_is_forgotten_and_starts_above_what_anybody_knew(path, gone):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    store.publish("t", [Group(block_group_id="stays", location="a", epoch=50)])
+    if gone == "evicted":
+        ask(store, "evict", EVICT)
+    else:
+        ask(store, "m", START)
+        store.end_migration("t", "m", MigrationStatus.SUCCEEDED)
+        store.set_told("t", "m")
+    known = store.group("t", BG)
+    clock.now_ms += 1100
+    store.purge()
+    assert store.group("t", BG) == known
+    clock.now_ms += 1
+    effects = list(store.effects())[-1:]
+    store.purge()
+    assert store.group("t", BG) is None
+    assert list(store.effects()) == effects, "to forget is no effect"
+    assert store.group("t", "stays").epoch == 50
+    again = Group(block_group_id=BG, location="a")
+    assert store.publish("t", [again]) == [replace(again, epoch=9)]
+    for operation_id, epoch in (("old", 7), ("older", 8)):
+        late = write(operation_id, replace(RESERVE, epoch=epoch), issued_ms=clock.now_ms)
+        assert refusal(store.run([late])[0]) is Refusal.STALE_EPOCH
+    store.close()
+
+
+def test_a_group_that_has_changed_lately_is_not_forgotten(path):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "evict", EVICT)
+    clock.now_ms += 600
+    store.publish("t", [Group(block_group_id=BG, location="a")])
+    store.lost("t", [BG])
+    clock.now_ms += 600
+    store.purge()
+    assert store.group("t", BG).epoch == 10
+    store.close()
+
+
+@pytest.mark.rule("KVC-IDEM-005")
+def test_every_other_way_into_the_node_is_above_what_was_forgotten_too(path):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "evict", EVICT)
+    clock.now_ms += 1101
+    store.purge()
+    assert store.accept("t", "m", replace(ARRIVING, block_group_id=BG)).epoch == 8
+    assert store.settle("t", "m", ours=True).epoch == 9
+    store.accept("t", "n", replace(ARRIVING, epoch=30))
+    assert store.settle("t", "n", ours=False) is None
+    assert store.publish("t", [Group(block_group_id="x", location="a")])[0].epoch == 31
+    store.close()
+
+
+def test_a_purge_that_fails_leaves_everything_and_no_bound(path, monkeypatch):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    ask(store, "evict", EVICT)
+    clock.now_ms += 1101
+    before, node = picture(store), store._db.execute("SELECT * FROM node").fetchone()
+    monkeypatch.setattr(schema, "PURGES", (*schema.PURGES, schema.Purge(("DELETE FROM nowhere WHERE ? < ?",))))
+    with pytest.raises(sqlite3.OperationalError):
+        store.purge()
+    assert (picture(store), store._db.execute("SELECT * FROM node").fetchone()) == (before, node)
+    monkeypatch.undo()
+    assert store.purge() == 3, "a record, a group, and the effects but the newest"
+    store.close()
+
+
+@pytest.mark.rule("KVC-IDEM-008")
+def test_a_purge_goes_in_slices_and_runs_nothing_again_between_them(path):
+    clock = Clock()
+    store = make(path, clock=clock, retention=KEEP)
+    writes = [write(f"op-{n:02}", RESERVE) for n in range(50)]
+    first = store.run(writes)
+    store.publish("t", [Group(block_group_id=f"g{n}", location="a") for n in range(30)])
+    store.lost("t", [f"g{n}" for n in range(30)])
+    clock.now_ms += 1101
+    rows = []
+    while not rows or rows[-1] == 20:
+        rows.append(store.purge(rows_max=20))
+        left = {record.operation_id for record in store.records()}
+        clock.now_ms -= 1101  # even if it steps back, to when they were issued
+        for asked, done in zip(writes, store.run(writes), strict=True):
+            if asked.operation_id in left:
+                assert done == Done(first[writes.index(asked)].answer, replayed=True)
+            else:
+                assert refusal(done) is Refusal.ID_EXPIRED
+        clock.now_ms += 1101
+    assert rows[:2] == [20, 20]
+    assert sum(rows) == 50 + 30 + 50 + 61 - 1, "operations, groups, and the effects of all, but the newest"
+    assert store.group("t", BG).reserved == 50
+    assert store.publish("t", [Group(block_group_id="g0", location="a")])[0].epoch == 3
+    with pytest.raises(ValueError, match="rows_max must be at least 1, got 0"):
+        store.purge(rows_max=0)
+    store.close()
+
+
+def test_a_purge_looks_only_at_what_it_forgets(store):
+    """Every statement of a slice finds its rows by an index: what it costs does not grow with what is kept."""
+    for purge in schema.PURGES:
+        for statement in (*purge.statements, *filter(None, [purge.highest_epoch])):
+            plan = [row[3] for row in store._db.execute(f"EXPLAIN QUERY PLAN {statement}", (0, 1))]
+            scans = [step for step in plan if step.startswith("SCAN")]
+            assert scans in ([], ["SCAN effects"]), (statement, plan)
+
+
+def test_the_log_does_not_keep_the_room_of_one_large_transaction(store):
+    assert store._db.execute("PRAGMA journal_size_limit").fetchone() == (16 << 20,)
 
 
 # Migrations, at their source.
@@ -463,6 +644,15 @@ def test_what_an_engine_publishes_is_known_once(store):
     assert store.publish("t", [again]) == [replace(again, epoch=9)]
 
 
+def test_a_group_whose_id_another_node_owns_is_returned_as_moved_and_stays_so(store):
+    ask(store, "m", START)
+    store.end_migration("t", "m", MigrationStatus.SUCCEEDED)
+    known, before = store.group("t", BG), list(store.effects())
+    assert known.state is GroupState.MOVED
+    assert store.publish("t", [Group(block_group_id=BG, location="a")]) == [known]
+    assert (store.group("t", BG), list(store.effects())) == (known, before)
+
+
 def test_what_an_engine_lost_is_evicted_and_nothing_of_it_stands(store):
     ask(store, "lent", PREPARE, engine=EngineSays(place=PLACE))
     ask(store, "pin", PIN)
@@ -592,7 +782,7 @@ def test_a_view_is_of_one_moment(store):
     assert view == View(
         node="a", group=store.group("t", BG), pins=1, pin=None, reserved_total=1, nodes=frozenset({"a", "b"})
     )  # fmt: skip
-    assert purged_ms == 0
+    assert purged_ms == MADE_MS
 
 
 @pytest.mark.rule("KVC-IDEM-019")

@@ -4,9 +4,19 @@ import threading
 import pytest
 
 from reference_impl.blockservice.store import Done, StoreError
-from reference_impl.blockservice.writer import QueueFull, Writer, WriterClosed
+from reference_impl.blockservice.writer import QueueFull, Writer, WriterClosed, purge
 from reference_impl.rules.blockgroups import MigrationStatus, Refusal
-from tests.blockservice.store_kit import BG, RESERVE, START, Crash, effects_of, make, make_with_small_pages, write
+from tests.blockservice.store_kit import (
+    BG,
+    RESERVE,
+    START,
+    Clock,
+    Crash,
+    effects_of,
+    make,
+    make_with_small_pages,
+    write,
+)
 
 LIMIT_S = 30
 
@@ -304,6 +314,31 @@ async def test_what_a_call_raises_reaches_its_caller_and_nobody_else(writer):
     with pytest.raises(Crash, match="mine"):
         await writer.call(fails)
     assert (await writer.run(write("op", RESERVE))).answer.applied
+
+
+@pytest.mark.rule("KVC-IDEM-008")
+async def test_a_purge_lets_writes_in_between_its_slices(tmp_path):
+    clock = Clock()
+    store = make(tmp_path / "node.db", clock=clock)
+    writer = Writer(store)
+    await asyncio.gather(*queued(writer, *(f"op-{n}" for n in range(100))))
+    clock.now_ms += 3_600_000
+    calls, seen = writer.call, []
+
+    async def call(method):
+        rows = await calls(method)
+        seen.append(len(list(store.records())))
+        done = await writer.run(write(f"new-{len(seen)}", RESERVE, issued_ms=clock.now_ms))
+        assert done.answer.applied
+        return rows
+
+    writer.call = call
+    assert await purge(writer, rows_max=30, pause_s=0.0) == 201, "operations, and effects with that of the publication"
+    assert seen[:4] == [70, 41, 12, 3], "with those that came in between"
+    writer.call = calls
+    assert await purge(writer) == 0
+    await writer.close()
+    store.close()
 
 
 # The end.

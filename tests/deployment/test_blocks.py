@@ -319,6 +319,23 @@ async def test_a_group_moves_to_another_node_and_has_one_owner(served: Split) ->
 
 
 @pytest.mark.rule("KVC-IDEM-011")
+async def test_a_prompt_that_comes_back_where_its_group_left_is_another_group(served: Split) -> None:
+    async with served.client() as client, nodes(served, "p0", "d0") as [p, d]:
+        prompt = prompt_of(next(_seeds), 320)
+        group = await p.new_group(client, prompt)
+        started = await p.answer("start_migrate", group.block_group_id, group.epoch, "p0", "d0")
+        assert (await p.until_moved(started.migration.operation_id)).status == "SUCCEEDED"
+        again = await p.new_group(client, prompt)
+        assert again.block_group_id != group.block_group_id
+        assert again.block_group_id.rpartition(".")[2] == group.block_group_id.rpartition(".")[2]
+        assert (await p.answer("pin", again.block_group_id, again.epoch, "r")).disposition == pb.APPLIED
+        assert (await p.answer("unpin", again.block_group_id, again.epoch, "r")).disposition == pb.APPLIED
+        there = await d.metadata(group.block_group_id)
+        assert there is not None
+        assert there.location == "d0"
+
+
+@pytest.mark.rule("KVC-IDEM-011")
 async def test_a_migration_can_be_cancelled_until_it_is_decided(served: Split) -> None:
     async with served.client() as client, nodes(served, "p0", "d0") as [p, d]:
         group = await p.new_group(client, prompt_of(next(_seeds), 320))

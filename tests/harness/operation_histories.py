@@ -1,8 +1,8 @@
 """Histories of a control plane, made by the real rules on a clock of their own, whole or with one flaw.
 
-`Simulation` has clients that retry, replies that are lost, nodes that crash, engines that lose blocks, and migrations;
-all by one seed. `Node` keeps everything in memory and writes effects as the store's triggers do. A `Flaw` is a mistake
-that such a service could make.
+`Simulation` has clients that retry, replies that are lost, nodes that crash, engines that lose blocks, migrations, and
+readers that look at it all; all by one seed. `Node` keeps everything in memory and writes effects as the store's
+triggers do. A `Flaw` is a mistake that such a service could make.
 """
 
 from __future__ import annotations
@@ -42,7 +42,19 @@ from reference_impl.rules.blockgroups import (
     View,
 )
 from reference_impl.rules.operations import Denied, Record, Replay, Retention, canonical, judge
-from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, joined, rows_of_store
+from workloads.operation_rows import (
+    ControlRows,
+    EffectRow,
+    FinalRow,
+    Invocation,
+    Look,
+    LookKind,
+    RecordRow,
+    Seen,
+    Told,
+    joined,
+    rows_of_store,
+)
 
 MS = 1_000_000
 WALL_MS = 1_700_000_000_000
@@ -78,6 +90,19 @@ class Flaw(enum.StrEnum):
     TWO_OWNERS = enum.auto()
     LOSES_GROUP = enum.auto()
     NEVER_SETTLES = enum.auto()
+    STALE_UNPIN = enum.auto()
+    REPIN_COUNTED = enum.auto()
+    HOLDS_NOTHING = enum.auto()
+    COPIES_NOTHING = enum.auto()
+    SOURCE_EVICTS = enum.auto()
+    COPIES_OTHER_BYTES = enum.auto()
+    KNOWS_NO_OPERATION = enum.auto()
+    TELLS_ANOTHER_ANSWER = enum.auto()
+    FINDS_NO_GROUP = enum.auto()
+    TELLS_FIRST_EPOCH = enum.auto()
+    TELLS_NO_PINS = enum.auto()
+    TELLS_PENDING = enum.auto()
+    FINDS_NO_MIGRATION = enum.auto()
 
 
 class Crash(Exception):
@@ -88,7 +113,9 @@ class Service(Protocol):
     """What the simulation needs of a node: methods of the store."""
 
     def run(self, writes: list[Write]) -> list[Done]: ...
+    def look(self, tenant: str, operation_id: str) -> Record | None: ...
     def group(self, tenant: str, block_group_id: str) -> Group | None: ...
+    def pins(self, tenant: str, block_group_id: str) -> int: ...
     def publish(self, tenant: str, groups: list[Group]) -> list[Group]: ...
     def lost(self, tenant: str, block_group_ids: list[str]) -> None: ...
     def end_transfers(self, tokens: list[str]) -> None: ...
@@ -99,7 +126,7 @@ class Service(Protocol):
     ) -> Migration | None: ...
     def set_told(self, tenant: str, operation_id: str) -> None: ...
     def accept(self, tenant: str, operation_id: str, group: Group) -> Group | None: ...
-    def settle(self, tenant: str, operation_id: str, *, ours: bool) -> Group | None: ...
+    def settle(self, tenant: str, operation_id: str, *, ours: bool, node_lost_copy: bool = False) -> Group | None: ...
 
 
 class Node:
@@ -136,8 +163,11 @@ class Node:
     def _run(self, write: Write) -> Done:
         flaw, scope = self._flaw, "" if self._flaw is Flaw.IDS_OF_ALL_TENANTS else write.tenant
         row = self._log.get((scope, write.operation_id))
-        record = None if row is None else Record(row.params.encode(), msgspec.json.decode(row.answer, type=Answer))
-        issued_ms = self._now_ms() if flaw is Flaw.RUNS_EXPIRED else write.issued_ms
+        record = None
+        if row is not None:
+            record = Record(row.params.encode(), msgspec.json.decode(row.answer, type=Answer), row.issued_ms)
+        late = flaw is Flaw.RUNS_EXPIRED and record is None
+        issued_ms = self._now_ms() if late else write.issued_ms
         if record is not None and flaw is Flaw.PARAMETERS_NOT_COMPARED:
             return Done(record.answer, True)
         match judge(record, write.request, issued_ms, self._now_ms(), 0, Retention()):
@@ -165,6 +195,10 @@ class Node:
             request = msgspec.structs.replace(request, epoch=min(request.epoch, view.group.epoch))
             if request.epoch < view.group.epoch:
                 request = msgspec.structs.replace(request, epoch=view.group.epoch)
+        if isinstance(request, Unpin) and flaw is Flaw.STALE_UNPIN and view.group is not None:
+            request = msgspec.structs.replace(request, epoch=max(request.epoch, view.group.epoch))
+        if isinstance(request, Pin) and flaw is Flaw.REPIN_COUNTED and view.pin is PinState.PINNED:
+            view = msgspec.structs.replace(view, pins=view.pins + 1)
         if isinstance(request, Evict) and flaw is Flaw.EVICTS_PINNED:
             view = msgspec.structs.replace(view, pins=0)
         if isinstance(request, Evict) and flaw is Flaw.EVICTS_LENT:
@@ -274,6 +308,15 @@ class Node:
             self._put(tenant, name, "pin", key, None, by)
         self._counts.pop((tenant, name), None)
 
+    def look(self, tenant: str, operation_id: str) -> Record | None:
+        row = self._log.get((tenant, operation_id))
+        if row is None:
+            return None
+        return Record(row.params.encode(), msgspec.json.decode(row.answer, type=Answer), row.issued_ms)
+
+    def pins(self, tenant: str, block_group_id: str) -> int:
+        return len(self.pinned(tenant, block_group_id))
+
     def pinned(self, tenant: str, name: str) -> list[str]:
         rows = self._of(tenant, name, "pin").values()
         return sorted(r.request_id for r in rows if isinstance(r, PinRow) and r.state is PinState.PINNED)
@@ -336,6 +379,8 @@ class Node:
         ended, after = blockgroups.end_migration(migration, group, status, reason)
         if self._flaw is Flaw.TWO_OWNERS:
             after = msgspec.structs.replace(group, state=GroupState.RESIDENT)
+        if self._flaw is Flaw.SOURCE_EVICTS and after.state is GroupState.MOVED:
+            after = blockgroups.evicted(group)
         self._put(tenant, group.block_group_id, "migration", operation_id, ended, ("", cause))
         self._put(tenant, group.block_group_id, "group", "", after, ("", cause))
         if after.epoch != group.epoch:
@@ -361,15 +406,20 @@ class Node:
         self._forget_pins(tenant, group.block_group_id, ("", "migration"))
         return arriving
 
-    def settle(self, tenant: str, operation_id: str, *, ours: bool) -> Group | None:
+    def settle(
+        self, tenant: str, operation_id: str, *, ours: bool, node_lost_copy: bool = False
+    ) -> Group | None:  # fmt: skip
         found = [g for g in self._state.values() if isinstance(g, Group) and g.migration == operation_id]
         group = next((g for g in found if g.state is GroupState.MIGRATING_IN), None)
         if group is None or self._flaw is Flaw.NEVER_SETTLES:
             return group
         after = self._before[tenant, operation_id]
         if ours and self._flaw is not Flaw.LOSES_GROUP:
+            gone = node_lost_copy or self._flaw is Flaw.COPIES_NOTHING
             after = msgspec.structs.replace(
-                group, state=GroupState.RESIDENT, location=self.name, epoch=group.epoch + 1
+                group, state=GroupState.EVICTED if gone else GroupState.RESIDENT, location=self.name,
+                epoch=group.epoch + 1,
+                checksum="0" * 32 if self._flaw is Flaw.COPIES_OTHER_BYTES else group.checksum,
             )  # fmt: skip
         self._forget_pins(tenant, group.block_group_id, ("", "migration"))
         self._put(tenant, group.block_group_id, "group", "", after, ("", "migration"))
@@ -428,11 +478,17 @@ CRASHES = {Fate.CRASH_BEFORE_COMMIT: "before_commit", Fate.CRASH_AFTER_COMMIT: "
 class Simulation:
     """Clients, nodes and engines on one clock. `nodes` is filled in before `run`; `restart` is called after a crash."""
 
-    def __init__(self, seed: int, flaw: Flaw | None = None) -> None:
+    def __init__(self, seed: int, flaw: Flaw | None = None, *, exchanged: bool = False) -> None:
         self.chance = random.Random(seed)
+        self.looking = random.Random(-seed - 1)
         self.flaw = flaw
+        self.exchanged = exchanged
+        """Whether now and then another engine comes to a node, without a group that the one before held."""
+        self.engines: dict[str, list[int]] = {}
+        """When another engine came, by node."""
         self.now_ns = 1_000 * MS
         self.invocations: list[Invocation] = []
+        self.looks: list[Look] = []
         self.nodes: dict[str, Service] = {}
         self.restart: Callable[[str], None] = lambda _: None
         self._events: list[tuple[int, int, Iterator[int]]] = []
@@ -461,6 +517,7 @@ class Simulation:
         for number in range(clients):
             self.start(self._client(f"c{number}", invocations // clients, names))
         self.start(self._engines(names, invocations // 10))
+        self.start(self._reader(names, invocations // 2))
         while self._events:
             at_ns, _, life = heapq.heappop(self._events)
             self.now_ns = max(self.now_ns, at_ns)
@@ -629,7 +686,10 @@ class Simulation:
         yield self._wait(10)
         if accepted is not None:
             ours = ended is not None and ended.status is MigrationStatus.SUCCEEDED
-            self.nodes[target].settle(tenant, operation_id, ours=ours)
+            lost = ours and self.exchanged and self.chance.random() < 0.3
+            if lost:
+                self.engines.setdefault(target, []).append(self.now_ns)
+            self.nodes[target].settle(tenant, operation_id, ours=ours, node_lost_copy=lost)
         self.nodes[source].set_told(tenant, operation_id)
 
     def _engines(self, names: list[str], times: int) -> Iterator[int]:
@@ -642,9 +702,68 @@ class Simulation:
             if group is not None and group.state is GroupState.EVICTED:
                 service.publish(tenant, [self._fresh(node, name)])
             elif group is not None and self.chance.random() < 0.3:
-                service.lost(tenant, [name])
+                self._lose(tenant, node, group)
             if self.flaw is Flaw.NOBODY_ASKED and isinstance(service, Node):
                 service.invent(tenant, name)
+
+    def _lose(self, tenant: str, node: str, group: Group) -> None:
+        """Let an engine use a group's blocks for something else, if it does not hold them, or is another now."""
+        held = group.state is GroupState.MIGRATING_OUT or self.nodes[node].pins(tenant, group.block_group_id) > 0
+        if not held or self.exchanged or self.flaw is Flaw.HOLDS_NOTHING:
+            self.nodes[node].lost(tenant, [group.block_group_id])
+            if held and self.exchanged:
+                self.engines.setdefault(node, []).append(self.now_ns)
+
+    # Readers.
+
+    def _reader(self, groups: list[str], times: int) -> Iterator[int]:
+        """Look at operations, groups and migrations, one after the other."""
+        for _ in range(times):
+            yield self.looking.randint(1, 40 * MS)
+            yield from self._look(groups)
+
+    def _look(self, groups: list[str]) -> Iterator[int]:
+        looking, start_ns = self.looking, self.now_ns
+        tenant, node, name = looking.choice(TENANTS), looking.choice(NODES), looking.choice(groups)
+        kind, operation_id = looking.choice(list(LookKind)), "never"
+        if kind is LookKind.OPERATION and self._asked:
+            asked = looking.choice(self._asked[-40:])
+            tenant, node, operation_id = asked.tenant, asked.node, asked.operation_id
+        elif kind is LookKind.MIGRATION and self._moved:
+            tenant, node, operation_id = looking.choice(self._moved[-10:])
+        yield looking.randint(1, 3 * MS)
+        said = self._said(kind, tenant, node, operation_id, name)
+        yield looking.randint(1, 3 * MS)
+        self.looks.append(
+            Look(
+                client="reader", tenant=tenant, node=node, kind=kind, operation_id=operation_id, block_group_id=name,
+                start_ns=start_ns, end_ns=self.now_ns, outcome="fail" if said is None else "ok",
+                error_code="NOT_FOUND" if said is None else "",
+                said="" if said is None else msgspec.json.encode(said).decode(),
+            )
+        )  # fmt: skip
+
+    def _said(
+        self, kind: LookKind, tenant: str, node: str, operation_id: str, name: str
+    ) -> Told | Seen | Migration | None:  # fmt: skip
+        service, flaw = self.nodes[node], self.flaw
+        if kind is LookKind.OPERATION:
+            record = service.look(tenant, operation_id)
+            if record is None or flaw is Flaw.KNOWS_NO_OPERATION:
+                return Told(known="UNKNOWN")
+            other = msgspec.structs.replace(record.answer, epoch=record.answer.epoch + 1)
+            return Told(known="DONE", answer=other if flaw is Flaw.TELLS_ANOTHER_ANSWER else record.answer)
+        if kind is LookKind.METADATA:
+            group = service.group(tenant, name)
+            if group is None or flaw is Flaw.FINDS_NO_GROUP:
+                return None
+            group = msgspec.structs.replace(group, epoch=1) if flaw is Flaw.TELLS_FIRST_EPOCH else group
+            return Seen(group=group, pins=0 if flaw is Flaw.TELLS_NO_PINS else service.pins(tenant, name))
+        migration = service.migration(tenant, operation_id)
+        if migration is None or flaw is Flaw.FINDS_NO_MIGRATION:
+            return None
+        pending = msgspec.structs.replace(migration, status=MigrationStatus.PENDING)
+        return pending if flaw is Flaw.TELLS_PENDING else migration
 
     def _ended(
         self, client: str, asked: Asked, start_ns: int, outcome: str, done: Done | None, attempts: int,
@@ -665,12 +784,26 @@ class Simulation:
 
 def history(seed: int, flaw: Flaw | None = None, *, invocations: int = 400, groups: int = 5) -> ControlRows:
     """Return the history of a simulation with nodes in memory."""
-    simulation = Simulation(seed, flaw)
+    return _played(Simulation(seed, flaw), invocations, groups)
+
+
+def history_with_engines(seed: int, *, invocations: int = 400) -> tuple[ControlRows, dict[str, list[int]]]:
+    """Return the history of a simulation in which engines are exchanged, and when they were."""
+    simulation = Simulation(seed, exchanged=True)
+    return _played(simulation, invocations, 5), simulation.engines
+
+
+def _played(simulation: Simulation, invocations: int, groups: int) -> ControlRows:
+    flaw = simulation.flaw
     nodes = {name: Node(name, lambda: simulation.now_ns, simulation.reached, flaw) for name in NODES}
     simulation.nodes.update(nodes)
     simulation.restart = lambda name: nodes[name].restart()
     simulation.run(invocations, groups=groups)
-    return joined([ControlRows(invocations=simulation.invocations), *(node.rows() for node in nodes.values())])
+    return joined([_seen(simulation), *(node.rows() for node in nodes.values())])
+
+
+def _seen(simulation: Simulation) -> ControlRows:
+    return ControlRows(invocations=simulation.invocations, looks=simulation.looks)
 
 
 def history_of_stores(folder: Path, seed: int, *, invocations: int = 150) -> ControlRows:
@@ -698,4 +831,4 @@ def history_of_stores(folder: Path, seed: int, *, invocations: int = 150) -> Con
     parts = [rows_of_store(name, store) for name, store in stores.items()]
     for store in stores.values():
         store.close()
-    return joined([ControlRows(invocations=simulation.invocations), *parts])
+    return joined([_seen(simulation), *parts])

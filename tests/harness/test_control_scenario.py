@@ -62,7 +62,7 @@ seconds = 40
 """
 
 
-@pytest.mark.rule("KVC-IDEM-001", "KVC-IDEM-003", "KVC-IDEM-011")
+@pytest.mark.rule("KVC-IDEM-001", "KVC-IDEM-003", "KVC-IDEM-011", "KVC-IDEM-019")
 def test_operations_have_one_effect_under_crashes_and_lost_replies(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SCENARIO)
     (tmp_path / "profile.toml").write_text(PROFILE)
@@ -73,7 +73,8 @@ def test_operations_have_one_effect_under_crashes_and_lost_replies(tmp_path: Pat
     run = RunFolder(tmp_path / "run")
     assert run.incomplete is None, done.stderr[-2000:]
     results = {result.check: result for result in run.verdicts}
-    assert Verdict.FAIL not in {r.verdict for r in results.values()}, [r for r in results.values() if r.verdict is Verdict.FAIL]
+    failed = [result for result in results.values() if result.verdict is Verdict.FAIL]
+    assert failed == []
     assert results["operations"].verdict is Verdict.PASS, results["operations"].found
     assert results["one-owner"].verdict is Verdict.PASS, results["one-owner"].found
     assert results["content"].verdict is Verdict.PASS
@@ -81,6 +82,7 @@ def test_operations_have_one_effect_under_crashes_and_lost_replies(tmp_path: Pat
     assert len(proved) == 3, [e.detail for e in run.events_of(EventKind.FAULT_UNPROVED)]
     assert any(e.cause == OF_CLIENT for e in run.control.effects)
     assert any(i.replayed for i in run.control.invocations)
+    assert {"operation", "metadata"} <= {look.kind for look in run.control.looks if look.said}
     assert [result.budget for result in run.storm] == [True, False]
     names = set(run.metrics["name"])
     assert {"rpc_qps Pin", "rpc_inflight_requests", "connection_pool_in_use", "circuit_breaker_state"} <= names

@@ -11,14 +11,15 @@ import pytest
 
 from harness.checks import CHECKS, OF_CONTROL, judge, overall
 from harness.errors import BadRunFolder
+from harness.operation_history import WANTED
 from harness.run_folder import CONTROL_TABLES, RunFolder, RunWriter
 from harness.scenario import ControlSpec, Scenario
 from harness.verdicts import Verdict
-from reference_impl.rules.events import EventKind
+from reference_impl.rules.events import Event, EventKind, Scalar
 from tests.harness.histories import clean
 from tests.harness.kv_histories import KvHistory
-from tests.harness.operation_histories import history
-from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, RecordRow, joined
+from tests.harness.operation_histories import NODES, Flaw, history
+from workloads.operation_rows import ControlRows, EffectRow, FinalRow, Invocation, Look, RecordRow, joined
 
 SPEC = ControlSpec(applied_min=100, retried_min=20, replayed_min=5, crashes_min=1)
 ROWS = history(1)
@@ -140,11 +141,50 @@ def still_moving(h: ControlHistory) -> None:
     h.rows.groups[0] = msgspec.structs.replace(h.rows.groups[0], state="MIGRATING_OUT")
 
 
+def never(method: str) -> Callable[[ControlHistory], None]:
+    """Return what leaves a history in which a method never had an effect."""
+
+    def break_it(h: ControlHistory) -> None:
+        asked = {(i.node, i.tenant, i.operation_id) for i in h.rows.invocations if i.method == method}
+        h.rows.effects[:] = [e for e in h.rows.effects if (e.node, e.tenant, e.operation_id) not in asked]
+
+    break_it.__name__ = f"no_{method}"
+    return break_it
+
+
+def no_migration_came_to_its_end(h: ControlHistory) -> None:
+    h.rows.effects[:] = [e for e in h.rows.effects if "SUCCEEDED" not in e.after]
+
+
+def moved_group_is_evicted_at_its_target(h: ControlHistory) -> None:
+    settled = next(e for e in h.rows.effects if "MIGRATING_IN" in e.before and "RESIDENT" in e.after)
+    lost = msgspec.structs.replace(settled, after=settled.after.replace("RESIDENT", "EVICTED"))
+    h.rows.effects[h.rows.effects.index(settled)] = lost
+
+
+def source_does_not_say_where(h: ControlHistory) -> None:
+    left = next(e for e in h.rows.effects if "MIGRATING_OUT" in e.before and "MOVED" in e.after)
+    evicted = msgspec.structs.replace(left, after=left.after.replace("MOVED", "EVICTED"))
+    h.rows.effects[h.rows.effects.index(left)] = evicted
+
+
+def pinned_group_is_recycled(h: ControlHistory) -> None:
+    h.control = history(1, Flaw.HOLDS_NOTHING)
+
+
+def looks_lie(h: ControlHistory) -> None:
+    done = next(k for k in h.rows.looks if '"DONE"' in k.said)
+    later = {"start_ns": done.end_ns + 1, "end_ns": done.end_ns + 2}
+    h.rows.looks.append(msgspec.structs.replace(done, said='{"known":"UNKNOWN"}', **later))
+
+
 FAIL, UNSURE = Verdict.FAIL, Verdict.INCONCLUSIVE
 TWINS: list[tuple[str, Callable[[ControlHistory], None], Verdict]] = [
     ("operations", double_effect, FAIL),
     ("operations", lost_effect, FAIL),
     ("operations", no_effects_at_all, FAIL),
+    ("operations", pinned_group_is_recycled, FAIL),
+    ("operations", looks_lie, FAIL),
     ("operations", no_rows, UNSURE),
     ("operations", no_tables, UNSURE),
     ("operations-load", few_applied, UNSURE),
@@ -153,10 +193,14 @@ TWINS: list[tuple[str, Callable[[ControlHistory], None], Verdict]] = [
     ("operations-load", few_crashes, UNSURE),
     ("operations-load", unproved_crash, UNSURE),
     ("operations-load", crash_that_ends_nothing, UNSURE),
+    *(("operations-load", never(method), UNSURE) for method in WANTED),
+    ("operations-load", no_migration_came_to_its_end, UNSURE),
     ("operations-load", no_rows, UNSURE),
     ("one-owner", two_owners, FAIL),
     ("one-owner", lost_group, FAIL),
     ("one-owner", still_moving, FAIL),
+    ("one-owner", moved_group_is_evicted_at_its_target, FAIL),
+    ("one-owner", source_does_not_say_where, FAIL),
     ("one-owner", no_tables, UNSURE),
 ]
 
@@ -172,6 +216,33 @@ def test_a_broken_twin_is_caught(
     result = CHECKS[check](run)
     assert result.verdict is verdict, result.found
     assert result.found
+
+
+@pytest.mark.parametrize("method", WANTED)
+def test_what_never_had_an_effect_is_named(tmp_path: Path, method: str) -> None:
+    h = ControlHistory()
+    never(method)(h)
+    result = CHECKS["operations-load"](h.write(tmp_path / "run"))
+    assert f"never had an effect: {method}" in result.found
+    assert str(result.evidence["never"]).startswith(method)
+
+
+def linked(h: ControlHistory, t_ns: int, incarnation: str, *, new: bool) -> None:
+    detail: dict[str, Scalar] = {"incarnation": incarnation, "new": new}
+    h.events += [Event(t_ns, t_ns, f"{node}-blocks", EventKind.BLOCKS_LINKED, node, detail) for node in NODES]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["its service tells", "its service ended before it told"])
+def test_what_is_lost_with_an_engine_is_no_breach(tmp_path: Path, told: bool) -> None:
+    h = ControlHistory()
+    pinned_group_is_recycled(h)
+    moments = [e.at_ns for e in h.rows.effects]
+    linked(h, min(moments) - 1, "a", new=True)
+    assert CHECKS["operations"](h.write(tmp_path / "one")).verdict is Verdict.FAIL
+    linked(h, max(moments) + 1, "a", new=False)
+    assert CHECKS["operations"](h.write(tmp_path / "the-same")).verdict is Verdict.FAIL
+    linked(h, max(moments) + 2, "b", new=told)
+    assert CHECKS["operations"](h.write(tmp_path / "another")).verdict is Verdict.PASS
 
 
 def test_every_check_has_a_twin_that_it_must_catch() -> None:
@@ -236,7 +307,16 @@ def test_a_row_that_is_not_json_is_an_error_of_the_check_and_the_rest_go_on(tmp_
 
 
 def test_every_kind_of_row_has_a_table() -> None:
-    assert list(CONTROL_TABLES.values()) == [Invocation, EffectRow, RecordRow, FinalRow]
+    assert list(CONTROL_TABLES.values()) == [Invocation, EffectRow, RecordRow, FinalRow, Look]
+
+
+def test_a_folder_without_looks_is_read_as_one_of_before(tmp_path: Path) -> None:
+    h = ControlHistory()
+    h.rows.looks.clear()
+    run = h.write(tmp_path / "run")
+    (run.path / "looks.parquet").unlink()
+    assert RunFolder(run.path).incomplete is None
+    assert CHECKS["operations"](RunFolder(run.path)).verdict is Verdict.PASS
 
 
 def test_a_control_plane_needs_groups_that_move() -> None:

@@ -306,6 +306,15 @@ def test_a_group_that_returns_starts_its_next_epoch_and_what_is_known_stays():
         assert published(known, new) is None
 
 
+@pytest.mark.rule("KVC-IDEM-005")
+def test_a_group_that_is_new_starts_above_every_epoch_that_was_forgotten():
+    new = Group(block_group_id=BG, location="a")
+    assert published(None, new, 8) == replace(new, epoch=9)
+    assert published(None, replace(new, epoch=12), 8).epoch == 12
+    assert published(EVICTED, new, 20).epoch == 9, "its own epochs are known"
+    assert published(MOVED, new, 20) is None
+
+
 @pytest.mark.parametrize("request_", ALL)
 def test_a_request_comes_back_from_json_as_it_was(request_):
     assert msgspec.json.decode(msgspec.json.encode(request_), type=blockgroups.Request) == request_
