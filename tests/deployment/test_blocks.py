@@ -293,9 +293,14 @@ async def test_a_group_moves_to_another_node_and_has_one_owner(served: Split) ->
         group = await p.new_group(client, prompt)
         name = group.block_group_id
         move = new_id()
-        first = await p.answer("start_migrate", name, group.epoch, "p0", "d0", operation_id=move)
+        made_ms = wall_ns() // NS_PER_MS
+        first = await p.answer(
+            "start_migrate", name, group.epoch, "p0", "d0", operation_id=move, issued_ms=made_ms
+        )  # fmt: skip
         assert (first.disposition, first.migration.status) == (pb.APPLIED, "PENDING")
-        again = await p.answer("start_migrate", name, group.epoch, "p0", "d0", operation_id=move)
+        again = await p.answer(
+            "start_migrate", name, group.epoch, "p0", "d0", operation_id=move, issued_ms=made_ms
+        )  # fmt: skip
         assert (again.disposition, again.migration.operation_id) == (pb.REPLAYED, move)
         ended = await p.until_moved(move)
         assert (ended.status, ended.reason) == ("SUCCEEDED", "")

@@ -22,6 +22,8 @@ from reference_impl.blockservice.credentials import credential
 from reference_impl.blockservice.failpoints import Action, Point
 from reference_impl.blockservice.peers import read_address
 from reference_impl.failover.pidfd import start_ticks
+from reference_impl.realclock import wall_ns
+from reference_impl.rules.clock import NS_PER_MS
 from reference_impl.rules.retries import RetryPolicy
 from reference_impl.secret import TOKEN_VARIABLE
 
@@ -35,6 +37,7 @@ class Service:
     def __init__(self, folder: Path, *, fail_points: bool = True) -> None:
         self.events = folder / "events.jsonl"
         self._folder = folder
+        self._issued_ms = 0
         self._config = BlockServiceConfig(
             node="p0", nodes=["p0"], run_dir=str(folder), engine_socket=str(folder / "p0.blocks"),
             store=str(folder / "p0.sqlite"), events_file=str(self.events), fail_points=fail_points,
@@ -50,6 +53,7 @@ class Service:
         assert self.process.stdout is not None
         async with asyncio.timeout(READY_LIMIT_S):
             assert (await self.process.stdout.readline()).strip() == b"ready"
+        self._issued_ms = self._issued_ms or wall_ns() // NS_PER_MS  # a retry repeats the moment of its operation
 
     async def end(self) -> None:
         assert self.process is not None
@@ -82,7 +86,9 @@ class Service:
         policy = RetryPolicy(attempts_max=1, attempt_timeout_s=0.5)
         client = BlockClient(self.address, Credentials("t", credential(SECRET, "t")), policy=policy)
         try:
-            return await client.reserve("g", 1, 1, operation_id=operation_id, timeout_s=2.0)
+            return await client.reserve(
+                "g", 1, 1, operation_id=operation_id, issued_ms=self._issued_ms, timeout_s=2.0
+            )  # fmt: skip
         finally:
             await client.close()
 
