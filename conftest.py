@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import reference_impl.blockservice  # noqa: F401 # says how gRPC is to behave, before anything loads it
+
 
 def _no_gpu() -> str | None:
     if not Path("/dev/nvidiactl").exists():

@@ -2,4 +2,7 @@
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before gRPC is loaded: it tells every connection that ends
+# Before gRPC is loaded. It would tell of every connection that ends; and its handlers of fork(), which none of our
+# children need, can leave a child standing still when another thread is inside gRPC.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
