@@ -15,7 +15,6 @@ from aiohttp import web
 
 from reference_impl.event_log import EventLog
 from reference_impl.processes import die_with_parent
-from reference_impl.router.prefixes import Prefixes
 from reference_impl.router.server import Router
 from reference_impl.secret import TOKEN_VARIABLE
 
@@ -24,6 +23,8 @@ async def _run(arguments: argparse.Namespace, token: str) -> int:
     events = EventLog(Path(arguments.events) if arguments.events else None, "router")
     prefixes, learning = None, None
     if arguments.blocks_nodes:
+        from reference_impl.router.prefixes import Prefixes  # gRPC costs a router that does not need it its start
+
         prefixes = Prefixes(Path(arguments.run_dir), arguments.blocks_nodes.split(","), token.encode())
         learning = asyncio.create_task(prefixes.run())
     app = Router(token, events, prefixes).app

@@ -15,7 +15,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
@@ -25,8 +25,10 @@ from aiohttp.http_exceptions import ContentEncodingError
 from reference_impl.error_body import error_body
 from reference_impl.router import legs
 from reference_impl.router.hold import HandoffHold
-from reference_impl.router.prefixes import Prefixes
 from reference_impl.rules.routing import Role, Route, RouteTable
+
+if TYPE_CHECKING:
+    from reference_impl.router.prefixes import Prefixes
 
 CONNECT_LIMIT_S: Final = 1.0
 WHOLE_BYTES_MAX: Final = 2**20

@@ -6,7 +6,7 @@ An engine is chosen from its registration on, and never again once the connectio
 from __future__ import annotations
 
 import hmac
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
@@ -14,7 +14,6 @@ from aiohttp import web
 
 from reference_impl.event_log import EventLog
 from reference_impl.router.hold import HandoffHold, Hold
-from reference_impl.router.prefixes import Prefixes
 from reference_impl.router.protocol import (
     HOLD_PATH,
     MESSAGE_BYTES_MAX,
@@ -27,6 +26,9 @@ from reference_impl.router.protocol import (
 from reference_impl.router.proxy import Proxy, Refused, error_answer, read_body
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.routing import Route, RouteTable
+
+if TYPE_CHECKING:
+    from reference_impl.router.prefixes import Prefixes
 
 BODY_BYTES_MAX: Final = 8 * 2**20
 
