@@ -33,6 +33,7 @@ from reference_impl.rules.consumer import (
 )
 from reference_impl.rules.events import EventKind, Scalar
 from reference_impl.rules.handoff import Asked, BadHandOff, HandOff
+from reference_impl.rules.leases import Lease
 from reference_impl.rules.producer import Extended, Freed, Producer, Refused, Send
 from reference_impl.rules.terms import KvTerms, LoadPolicy
 from reference_impl.rules.transfer_tokens import is_token
@@ -246,9 +247,14 @@ class Connector:
             lease = self.producer.grant(
                 sequence.request_id, blocks, readers=asked.readers, content=content, now_ns=now_ns
             )  # fmt: skip
-        duration_s = (lease.deadline_ns - now_ns) / 1e9
-        self._say(EventKind.LEASE_GRANTED, sequence.request_id, blocks=len(blocks), duration_s=duration_s, turn=turn)
+        self._say_granted(lease, now_ns)
         return self._hand_off(sequence.request_id, blocks, tokens, lease.deadline_ns if turn else 0).params()
+
+    def _say_granted(self, lease: Lease, now_ns: int) -> None:
+        self._say(
+            EventKind.LEASE_GRANTED, lease.request_id, blocks=len(lease.blocks),
+            duration_s=(lease.deadline_ns - now_ns) / 1e9, turn=lease.turn,
+        )  # fmt: skip
 
     def renew(self, handoff: HandOff, now_ns: int) -> dict[str, Any] | None:
         """Keep a turn's blocks longer (KVC-CLK-007); return the new hand-off, None if the blocks are gone."""
@@ -273,8 +279,7 @@ class Connector:
         """
         content = group_fingerprint(last_digest, blocks)
         lease = self.producer.grant(token, blocks, readers=1, content=content, now_ns=now_ns)
-        duration_s = (lease.deadline_ns - now_ns) / 1e9
-        self._say(EventKind.LEASE_GRANTED, token, blocks=len(blocks), duration_s=duration_s, turn=False)
+        self._say_granted(lease, now_ns)
         return self._hand_off(token, blocks, len(blocks) * BLOCK_TOKENS, 0, group)
 
     def fetch(self, fetch_id: str, load: HandOff, digests: list[bytes], now_ns: int) -> None:

@@ -42,7 +42,6 @@ class Known(msgspec.Struct, frozen=True):
     node: str
     block_group_id: str
     epoch: int
-    tokens: int
 
 
 class Prefixes:
@@ -115,7 +114,7 @@ class Prefixes:
             self._clients[node] = BlockClient(address.target, self._who, policy=POLICY, connections=1)
         result = await self._clients[node].list_groups(state=GroupState.RESIDENT, timeout_s=LIST_S)
         if isinstance(result.reply, pb.ListGroupsReply):
-            groups = [Known(node, g.block_group_id, g.epoch, g.token_end) for g in result.reply.groups]
+            groups = [Known(node, g.block_group_id, g.epoch) for g in result.reply.groups]
             self._known[node] = {_last_digest(g.block_group_id): g for g in groups}
 
 
