@@ -21,8 +21,10 @@ import msgspec
 from benchmarks.figures import Figures, figure, show, write
 from faults.fault import ProcessRef
 from faults.kill import Kill
-from harness.scenario import Arm
-from harness.targets.reference import ReferenceTarget
+from harness.plan import RunPlan
+from harness.scenario import Arm, load_scenario
+from harness.targets.deployment import DeploymentTarget
+from harness.targets.reference import REFERENCE
 from reference_impl.rules.events import Event, EventKind
 
 ROUNDS: Final = 3
@@ -44,7 +46,11 @@ class Samples(msgspec.Struct):
 async def measure_arm(arm: Arm, kills: int, samples: Samples) -> None:
     """Bring one worker up, kill its active engine `kills` times, and add what its events tell."""
     with tempfile.TemporaryDirectory() as folder:
-        target = ReferenceTarget(workers=1, arm=arm, profile="default", time_scale=1, folder=Path(folder))
+        scenario = msgspec.structs.replace(load_scenario("kill-active"), workers=1)
+        target = REFERENCE.target(RunPlan(
+            scenario=scenario, system=REFERENCE, arm=arm, profile="default", time_scale=1, seed=1, folder=Path(folder),
+            command=[],
+        ))  # fmt: skip
         try:
             await target.start(lambda _: None)
             moments = [await kill_once(target, arm) for _ in range(kills)]
@@ -64,7 +70,7 @@ async def measure_arm(arm: Arm, kills: int, samples: Samples) -> None:
         samples.recovery.append((registered - moment) / 1e6)
 
 
-async def whole(target: ReferenceTarget, arm: Arm) -> ProcessRef:
+async def whole(target: DeploymentTarget, arm: Arm) -> ProcessRef:
     """Wait until the worker has its active engine, and its shadow where it should; return the active one."""
     async with asyncio.timeout(LIMIT_S):
         while True:
@@ -75,7 +81,7 @@ async def whole(target: ReferenceTarget, arm: Arm) -> ProcessRef:
             await asyncio.sleep(0.02)
 
 
-async def kill_once(target: ReferenceTarget, arm: Arm) -> int:
+async def kill_once(target: DeploymentTarget, arm: Arm) -> int:
     """Kill the active engine of a whole worker; return the moment once another has taken its place."""
     active = await whole(target, arm)
     await asyncio.sleep(SETTLE_S)

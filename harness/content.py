@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,28 @@ from workloads.rows import RequestRecord
 BATCH = 32
 
 
+class Oracle(Protocol):
+    """Who knows the right answers of the model under test."""
+
+    def are_right(self, prompts: Sequence[NDArray[np.int64]], answers: Sequence[RequestRecord]) -> list[bool]:
+        """Return for each prompt whether the answer in its record, as far as it came, is the right one."""
+        ...
+
+
+class ReferenceOracle:
+    """The reference engine's: its tokens are a function of the prompt and of the weights."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def are_right(self, prompts: Sequence[NDArray[np.int64]], answers: Sequence[RequestRecord]) -> list[bool]:
+        """Compare token by token."""
+        right = expected_answers(list(prompts), [len(a.output_ids) for a in answers], self._weights)
+        return [a.output_ids == expected.tolist() for a, expected in zip(answers, right, strict=True)]
+
+
 def judge(
-    records: Sequence[RequestRecord], weights: Weights, progress: Callable[[int], None] = lambda _: None
+    records: Sequence[RequestRecord], oracle: Oracle, progress: Callable[[int], None] = lambda _: None
 ) -> list[bool | None]:
     """Return, for each record, whether the tokens that came are the right ones.
 
@@ -28,9 +49,9 @@ def judge(
     for start in range(0, len(answered), BATCH):
         batch = answered[start : start + BATCH]
         prompts = [(i, prompt) for i in batch if (prompt := sent_prompt(records[i], by_id)) is not None]
-        right = expected_answers([p for _, p in prompts], [len(records[i].output_ids) for i, _ in prompts], weights)
-        for (i, _), expected in zip(prompts, right, strict=True):
-            verdicts[i] = records[i].output_ids == expected.tolist() and _whole(records[i])
+        right = oracle.are_right([p for _, p in prompts], [records[i] for i, _ in prompts])
+        for (i, _), is_right in zip(prompts, right, strict=True):
+            verdicts[i] = is_right and _whole(records[i])
         progress(start + len(batch))
     return verdicts
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import psutil
@@ -20,23 +20,22 @@ from faults.fail_point import FailPoint, Order
 from faults.fault import Evidence, Fault, FaultMissed, ProcessRef
 from faults.kill import Kill
 from faults.router_hold import RouterHold
-from harness import content, machine
-from harness.control_load import ControlLoad, client_policy, gathered, moves_ended
-from harness.errors import BadInput, MachineLimit, PdproofError, StartFailed
+from harness import content
+from harness.control_load import ControlLoad, gathered, moves_ended
+from harness.errors import MachineLimit, PdproofError, StartFailed
 from harness.holding import held
 from harness.load import LocustLoad
+from harness.plan import RunPlan
 from harness.progress import RunProgress
-from harness.run_folder import Manifest, RunFolder, RunWriter
+from harness.run_folder import RunFolder, RunWriter
 from harness.sampler import Sampler
-from harness.scenario import DRAIN, Arm, FaultKind, FaultSpec, Scenario
-from harness.targets.reference import ReferenceTarget
+from harness.scenario import DRAIN, Arm, FaultKind, FaultSpec
+from harness.targets.deployment import DeploymentTarget
 from reference_impl.deployment_options import scaled
-from reference_impl.engine.profile import ProfileError, load_profile
 from reference_impl.failover.pidfd import read_stat, start_ticks
-from reference_impl.realclock import now_ns, wall_ns
+from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import NS_PER_S, s_to_ns
 from reference_impl.rules.events import EventKind, Scalar
-from reference_impl.rules.terms import KvTerms, LeaseDesign
 from workloads.retry_storm import storm
 from workloads.rows import RequestRecord, read_records
 
@@ -52,95 +51,6 @@ MOVES_LIMIT_S: Final = 45.0
 """A migration without a copy fails after 30 s; its target is then told."""
 LEASE_LOOK_S: Final = 0.5
 LEASE_SPARE_S: Final = 5.0
-
-
-class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, as asked for."""
-
-    scenario: Scenario
-    arm: Arm
-    profile: str
-    time_scale: float
-    seed: int
-    folder: Path
-    command: list[str]
-    port: int = 0
-    design: LeaseDesign = LeaseDesign.LEASE
-    """Where KV moves: how a holder decides that nobody will read its blocks any more."""
-    clock_correction: bool = True
-
-    @property
-    def terms(self) -> KvTerms | None:
-        """The engines' terms at full scale; None if no KV moves."""
-        kv = self.scenario.kv
-        return kv.terms(self.design, clock_correction=self.clock_correction) if kv else None
-
-    @property
-    def label(self) -> str:
-        """What tells this run from the others of its scenario."""
-        terms = self.terms
-        if terms is None:
-            return self.arm
-        name = "lease" if terms.renews else f"{terms.design}-{terms.single_timeout:g}"
-        return name if terms.clock_correction else f"{name}-uncorrected"
-
-    def real_s(self, seconds: float) -> float:
-        """Return full-scale seconds as they pass in this run."""
-        return seconds / self.time_scale
-
-    def manifest(self) -> Manifest:
-        """Return what is to run. Raises BadInput for an unknown profile."""
-        try:
-            profile = load_profile(self.profile).scaled(self.time_scale)
-        except ProfileError as error:
-            raise BadInput(str(error)) from error
-        try:
-            str(self.folder).encode()
-        except UnicodeEncodeError as error:
-            raise BadInput(f"--out {str(self.folder)!r}: its name is not valid UTF-8; choose another") from error
-        longest = self.scenario.load.tokens_max
-        if longest > profile.context_tokens_max:
-            raise BadInput(
-                f"scenario {self.scenario.name}: requests of up to {longest} tokens in and out exceed the "
-                f"context of profile {self.profile}, {profile.context_tokens_max}"
-            )
-        emulated = profile.emulated()
-        if self.time_scale != 1:
-            emulated.append(f"time scale {self.time_scale:g}: emulated durations divided, arrivals multiplied by it")
-        return Manifest(
-            run_id=self.folder.name,
-            scenario=self.scenario.name,
-            arm=self.label,
-            title=self.scenario.title,
-            profile=self.profile,
-            time_scale=self.time_scale,
-            seed=self.seed,
-            started_wall_ns=wall_ns(),
-            command=self.command,
-            versions=machine.versions(),
-            commit=machine.commit(),
-            machine=machine.machine(),
-            configuration={
-                "scenario": msgspec.to_builtins(self.scenario),
-                "profile": msgspec.to_builtins(profile),
-                "target": "reference",
-                **self._moving(),
-            },
-            emulated=emulated,
-        )
-
-    def _moving(self) -> dict[str, Any]:
-        """Return what readers of the folder need where KV moves: the terms as they are in this run, and the roles."""
-        terms = self.terms
-        if terms is None:
-            return {}
-        try:
-            as_run = scaled(terms, self.time_scale)
-        except ValueError as error:
-            raise BadInput(f"--time-scale {self.time_scale:g}: {error}; choose a smaller one") from error
-        roles = {w: "prefill" if w.startswith("p") else "decode" for w in self.scenario.worker_ids}
-        moving = {"terms": msgspec.to_builtins(as_run), "roles": roles}
-        return moving | ({"client_policy": client_policy()} if self.scenario.control else {})
 
 
 async def execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
@@ -164,10 +74,7 @@ def _is_full(place: Path) -> bool:
 
 async def _execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
     writer = RunWriter(plan.folder, plan.manifest())
-    target = ReferenceTarget(
-        scenario=plan.scenario, arm=plan.arm, terms=plan.terms, profile=plan.profile, time_scale=plan.time_scale,
-        folder=plan.folder, port=plan.port,
-    )  # fmt: skip
+    target = plan.system.target(plan)
     started: list[ProcessRef] = []
     try:
         await target.start(progress.say)
@@ -187,7 +94,7 @@ async def _execute(plan: RunPlan, progress: RunProgress) -> RunFolder:
     _audit_processes(writer, started)
     records = _read_rows(writer.parts)
     progress.say(f"checking the content of {len(records)} answers")
-    verdicts = await asyncio.to_thread(content.judge, records, target.announcement.weights)
+    verdicts = await asyncio.to_thread(_judged, plan, target, records)
     phases = _phases_of(writer, records)
     rows = zip(records, phases, verdicts, strict=True)
     if plan.scenario.control is None:
@@ -218,7 +125,7 @@ async def _cancelled(*tasks: asyncio.Task[object]) -> None:
 class _Run:
     """The measured part of a run: from the first request to the last, and the audit behind it."""
 
-    def __init__(self, plan: RunPlan, target: ReferenceTarget, writer: RunWriter, progress: RunProgress) -> None:
+    def __init__(self, plan: RunPlan, target: DeploymentTarget, writer: RunWriter, progress: RunProgress) -> None:
         self._plan = plan
         self._target = target
         self._writer = writer
@@ -325,15 +232,25 @@ class _Run:
         if victim is None:
             what = "engine" if spec.kind is FaultKind.KILL else "block service"
             raise FaultMissed(f"no {what} of {spec.worker} was active within {TARGET_LIMIT_S:g} s")
+        engine = victim
         told |= {"target": victim.name, "pid": victim.pid}
+        if spec.process:
+            victim = self._part(spec, engine)
+            told |= {"pid": victim.pid, "process": spec.process}
         if spec.kind is FaultKind.FAIL_POINT:
             return self._fail_point(spec, victim, told)
 
         def successor() -> str | None:
             found = look(spec.worker)
-            return found.name if found is not None and found.pid != victim.pid else None
+            return found.name if found is not None and found.pid != engine.pid else None
 
         return Kill(victim, successor)
+
+    def _part(self, spec: FaultSpec, engine: ProcessRef) -> ProcessRef:
+        part = self._target.part_of(spec.worker, engine.name, spec.process)
+        if part is None:
+            raise FaultMissed(f"{engine.name} has no process {spec.process}")
+        return part
 
     def _fail_point(self, spec: FaultSpec, victim: ProcessRef, told: dict[str, Scalar]) -> FailPoint:
         assert spec.point is not None
@@ -371,7 +288,7 @@ class _Run:
         """Wait until every worker is whole again, within a bound; whether it came to that is for the checks."""
         self._progress.say("converge: waiting for full redundancy")
         wanted = {"active": 1, "standby": 1 if self._plan.arm is Arm.SHADOW else 0}
-        limit_s = CONVERGE_LIMIT_S + self._emulated_init_s()
+        limit_s = CONVERGE_LIMIT_S + self._plan.system.start_s(self._plan)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while not self._whole(wanted):
@@ -402,9 +319,6 @@ class _Run:
         """Return how many leases stand, by what their holders have said so far."""
         return sum(lease.ended_ns is None for lease in held(RunFolder(self._writer.path)))
 
-    def _emulated_init_s(self) -> float:
-        return sum(p.seconds for p in load_profile(self._plan.profile).scaled(self._plan.time_scale).init)
-
     def _whole(self, wanted: dict[str, int]) -> bool:
         states = [(w, p.state) for w, p in self._target.processes() if p.role == "engine"]
         return all(
@@ -429,6 +343,11 @@ async def _until(moment_ns: int) -> None:
     await asyncio.sleep(max(0, moment_ns - now_ns()) / NS_PER_S)
 
 
+def _judged(plan: RunPlan, target: DeploymentTarget, records: Sequence[RequestRecord]) -> list[bool | None]:
+    oracle = plan.system.oracle(target.announcement)
+    return [None] * len(records) if oracle is None else content.judge(records, oracle)
+
+
 def _read_rows(parts: Path) -> list[RequestRecord]:
     return [record for path in sorted(parts.glob("requests-*.jsonl")) for record in read_records(path)]
 
@@ -443,7 +362,7 @@ def _phases_of(writer: RunWriter, records: Sequence[RequestRecord]) -> list[str]
     return names
 
 
-def _processes_below(target: ReferenceTarget) -> list[ProcessRef]:
+def _processes_below(target: DeploymentTarget) -> list[ProcessRef]:
     """Return every process of the deployment, whoever started it, so that none can be left behind unnoticed."""
     found = []
     pid = target.pid

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.run_folder import RunWriter
-from harness.targets.reference import ReferenceTarget
+from harness.targets.deployment import DeploymentTarget
 from reference_impl.blockservice.peers import read_address
 from reference_impl.engine.process import pss_bytes
 from reference_impl.realclock import now_ns
@@ -38,12 +38,12 @@ class Sampler:
     """Writes gauges of `target` into `writer`, one row a value; all rows of one round have one stamp.
 
     `memory_weights_bytes`, `memory_kv_bytes` (node: the device): physical memory, as the kernel counts the memory
-    service's memfds; of an engine with memory of its own, what it says it has mapped. `engine_pss_bytes`,
-    `open_descriptors` (node: `worker/process`). `vllm:*`, `pdproof:*` (node: `worker/engine`). The RPC document's
-    names (node: `worker/blocks`), with a method or a bucket behind the name where the metric has one.
+    service's memfds; of an engine with memory of its own, what it says it has mapped. `engine_pss_bytes` (of all of an
+    engine's processes), `vllm:*`, `pdproof:*` (node: `worker/engine`). `open_descriptors` (node: `worker/process`). The
+    RPC document's names (node: `worker/blocks`), with a method or a bucket behind the name where the metric has one.
     """
 
-    def __init__(self, target: ReferenceTarget, writer: RunWriter) -> None:
+    def __init__(self, target: DeploymentTarget, writer: RunWriter) -> None:
         self._target = target
         self._writer = writer
         self._round_ns = 0
@@ -60,6 +60,7 @@ class Sampler:
         """Scrape once. A process that dies meanwhile has no value."""
         self._round_ns = now_ns()
         devices: Counter[tuple[str, str]] = Counter()
+        groups: Counter[str] = Counter()
         processes = self._target.processes()
         for worker, process in processes:
             for gauge in _TAGS.values():
@@ -67,12 +68,16 @@ class Sampler:
             node = f"{worker}/{process.name}"
             try:
                 self._say(node, "open_descriptors", count_descriptors(process.pid))
-                if process.role == "engine":
-                    self._say(node, "engine_pss_bytes", pss_bytes(str(process.pid)))
+                if process.engine:
+                    groups[f"{worker}/{process.engine}"] += pss_bytes(str(process.pid))
+                elif process.role == "engine":
+                    groups[node] += pss_bytes(str(process.pid))
                 elif process.role == "memory-service":
                     devices.update({(worker, tag): n for tag, n in memfd_bytes(process.pid).items()})
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
+        for node, pss in groups.items():
+            self._say(node, "engine_pss_bytes", pss)
         await self._engines(session, devices)
         await asyncio.gather(*(self._blocks(session, worker) for worker, p in processes if p.role == "block-service"))
         for (worker, gauge), value in devices.items():

@@ -85,6 +85,8 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     kind: FaultKind
     worker: str = ""
+    process: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{0,40}$")] = ""
+    """kill: which process of an engine that has several (vLLM: api_server, engine_core, worker); "": its only one."""
     seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
     """router_hold: how long each hand-off is kept, at full scale."""
     requests: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
@@ -101,6 +103,8 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         kill = self.kind in (FaultKind.KILL, FaultKind.BLOCKS_KILL)
         if kill and not self.worker:
             raise ValueError(f"a {self.kind} needs the worker whose process it strikes")
+        if self.process and self.kind is not FaultKind.KILL:
+            raise ValueError(f"process is of a kill, and this is a {self.kind}")
         if kill and (self.seconds or self.requests):
             raise ValueError(f"seconds and requests are of a router_hold, and this is a {self.kind}")
         if self.kind is FaultKind.FAIL_POINT:

@@ -23,6 +23,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from reference_impl.announcement import Announcement, announce, say_error, say_progress, stop_at_end_of_input
 from reference_impl.blockservice.buckets import Bucket, Limit, Rate
 from reference_impl.blockservice.config import BlockServiceConfig
 from reference_impl.blockservice.credentials import SECRET_BYTES_MIN
@@ -44,8 +45,6 @@ from reference_impl.secret import TOKEN_VARIABLE
 from reference_impl.time_namespace import EXIT_CODE as NO_SUCH_CLOCK
 from reference_impl.time_namespace import available, can_shift, uptime_s
 
-PROGRESS_PREFIX: Final = "deployment: "
-ERROR_PREFIX: Final = "deployment: error: "
 START_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 10.0
 POLL_S: Final = 0.02
@@ -107,24 +106,6 @@ class DeploymentConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     probe: ProbeLimits = ProbeLimits()
-
-
-class Announcement(msgspec.Struct, frozen=True):
-    """The line that says the deployment serves."""
-
-    url: str
-    model: str
-    weights: Weights
-    run_dir: str
-    workers: list[str]
-    roles: dict[str, Role] = {}
-    """By worker, as the next two."""
-    ranks: dict[str, int] = {}
-    clock_offsets_s: dict[str, float] = {}
-    """How far a worker's clock is ahead of the host's."""
-    terms: KvTerms = KvTerms()
-    blocks: dict[str, str] = {}
-    """By worker: where its block service listens, and its metrics (`peers.address_path`)."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -379,7 +360,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if arguments.end_with_stdin:
-        _stop_at_end_of_input(stop)
+        stop_at_end_of_input(stop)
     run_dir = Path(arguments.run_dir or tempfile.mkdtemp(prefix="pdproof-"))
     deployment: Deployment | None = None
     work: set[asyncio.Task[object]] = set()
@@ -407,16 +388,16 @@ async def _serve(arguments: argparse.Namespace) -> int:
         )
         deployment = Deployment(config)
         stopping = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(deployment.start(_progress))
+        starting = asyncio.create_task(deployment.start(say_progress))
         work = {stopping, starting}
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return 0
         announcement = starting.result()
         if arguments.announce:
-            print(msgspec.json.encode(announcement).decode(), flush=True)  # noqa: T201 # this line is the interface
+            announce(announcement)
         else:
-            _progress(f"serving at {announcement.url}/v1 (model {announcement.model}); Ctrl-C ends it")
+            say_progress(f"serving at {announcement.url}/v1 (model {announcement.model}); Ctrl-C ends it")
         ending = asyncio.create_task(deployment.ended())
         work.add(ending)
         await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -433,26 +414,9 @@ async def _serve(arguments: argparse.Namespace) -> int:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _stop_at_end_of_input(stop: asyncio.Event) -> None:
-    """Set `stop` when standard input ends: its other side is held by whoever started us, and ends with it."""
-    loop = asyncio.get_running_loop()
-    descriptor = sys.stdin.fileno()
-
-    def look() -> None:
-        if not os.read(descriptor, 4096):
-            loop.remove_reader(descriptor)
-            stop.set()
-
-    loop.add_reader(descriptor, look)
-
-
 def _folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _progress(text: str) -> None:
-    print(f"{PROGRESS_PREFIX}{text}", file=sys.stderr, flush=True)  # noqa: T201 # progress for people
 
 
 def main() -> None:
@@ -461,7 +425,7 @@ def main() -> None:
     try:
         sys.exit(asyncio.run(_serve(arguments)))
     except DeploymentError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)  # noqa: T201 # the one clear line
+        say_error(str(error))
         sys.exit(error.code)
 
 

@@ -46,5 +46,6 @@ def _dead_before(run: RunFolder, before: Event, after: Event) -> bool:
     deaths += [
         e.t_ns for e in run.events_of(EventKind.FAULT_INJECTED)
         if e.detail.get("target") == before.subject and e.detail.get("fault") == "kill" and e.subject in proved
+        and not e.detail.get("process")  # of an engine with several, the others live on
     ]  # fmt: skip
     return any(before.t_ns <= t <= after.t_ns for t in deaths)

@@ -18,12 +18,15 @@ from rich.console import Console
 
 from harness.checks import judge, overall
 from harness.commands.exit_codes import exit_code
-from harness.commands.options import PORT, SEED, TimeScale
+from harness.commands.options import PORT, SEED, TARGET, TimeScale
 from harness.commands.verdict_table import print_verdicts
+from harness.plan import RunPlan, System
 from harness.progress import RunProgress
 from harness.run_folder import RunFolder
-from harness.runner import RunPlan, execute
-from harness.scenario import Arm, load_scenario, with_kv
+from harness.runner import execute
+from harness.scenario import Arm, Scenario, load_scenario, with_kv
+from harness.targets.reference import REFERENCE
+from harness.targets.systems import system_of
 from reference_impl.rules.terms import LeaseDesign
 
 
@@ -57,8 +60,18 @@ def perform(plan: RunPlan, console: Console) -> RunFolder:
     return run
 
 
+def profile_of(system: System, chosen: str, scenario: Scenario) -> str:
+    """Return the compute profile of a run: only the reference implementation emulates its compute."""
+    if system.name == REFERENCE.name:
+        return chosen or scenario.profile
+    if chosen:
+        raise click.UsageError(f"--profile {chosen}: {system.name} computes for real")
+    return system.name
+
+
 @click.command("run")
 @click.argument("scenario")
+@TARGET
 @click.option("--arm", type=click.Choice([a.value for a in Arm]), default=Arm.SHADOW.value, show_default=True,
               help="what stands behind an engine")  # fmt: skip
 @click.option("--baseline", type=click.Choice([LeaseDesign.SINGLE_TIMEOUT.value]), default=None,
@@ -78,6 +91,7 @@ def perform(plan: RunPlan, console: Console) -> RunFolder:
 @click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")
 def command(
     scenario: str,
+    target: str,
     arm: str,
     baseline: str | None,
     single_timeout: float | None,
@@ -90,7 +104,7 @@ def command(
     port: int,
 ) -> int:
     """Run SCENARIO (a name from `pdproof list`, or a .toml file), judge it, and print the verdicts."""
-    data = load_scenario(scenario)
+    data, system = load_scenario(scenario), system_of(target)
     chosen = click.get_current_context().get_parameter_source("arm") is ParameterSource.COMMANDLINE
     if data.kv is not None and chosen:
         raise click.UsageError(f"scenario {data.name} runs without shadows: --arm has no place here; see --baseline")
@@ -101,8 +115,8 @@ def command(
     if changes:
         data = with_kv(data, **changes)
     plan = RunPlan(
-        scenario=data, arm=Arm(arm) if data.kv is None else Arm.COLD, profile=profile or data.profile,
-        time_scale=time_scale, seed=seed, port=port, folder=Path(), command=["pdproof", *sys.argv[1:]],
+        scenario=data, system=system, arm=Arm(arm) if data.kv is None else Arm.COLD,
+        profile=profile_of(system, profile, data), time_scale=time_scale, seed=seed, port=port, folder=Path(), command=["pdproof", *sys.argv[1:]],
         design=LeaseDesign(baseline or LeaseDesign.LEASE), clock_correction=not no_clock_correction,
     )  # fmt: skip
     folder = out or new_run_folder(Path("runs"), data.name, plan.label, seed)

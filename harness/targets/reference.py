@@ -1,153 +1,65 @@
-"""The target `reference`: the reference deployment, as a child process that this machine runs."""
+"""The system `reference`: the reference deployment, as a child process that this machine runs."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import secrets
-import shutil
-import signal
-import sys
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from faults.fault import ProcessRef
-from harness.errors import StartFailed
+from harness.content import Oracle, ReferenceOracle
+from harness.errors import BadInput
+from harness.plan import Description, RunPlan
 from harness.scenario import Arm, Scenario
-from reference_impl.deployment import ERROR_PREFIX, PROGRESS_PREFIX, Announcement
-from reference_impl.failover.worker import ProcessInfo, read_status, status_path
-from reference_impl.processes import end_child
-from reference_impl.rules.lifecycle import EngineState
+from harness.targets.deployment import DeploymentTarget
+from reference_impl.announcement import Announcement
+from reference_impl.engine.profile import Profile, ProfileError, load_profile
 from reference_impl.rules.terms import KvTerms
-from reference_impl.secret import TOKEN_VARIABLE
-
-START_LIMIT_S: Final = 900.0
-STOP_LIMIT_S: Final = 20.0
 
 
-class ReferenceTarget:
-    """Starts, names and ends the processes of a reference deployment. Use `start`, and `stop` in any case."""
+class ReferenceSystem:
+    """The reference implementation, under the plan's compute profile and time scale."""
 
-    def __init__(
-        self,
-        *,
-        scenario: Scenario,
-        arm: Arm,
-        terms: KvTerms | None,
-        profile: str,
-        time_scale: float,
-        folder: Path,
-        port: int = 0,
-    ) -> None:
-        self._arguments = [
-            "--shadow" if arm is Arm.SHADOW else "--no-shadow", "--profile", profile,
-            "--time-scale", str(time_scale), "--folder", str(folder), "--port", str(port), "--announce",
-            "--end-with-stdin", *_workers(scenario, terms),
-            *_blocks(scenario),
+    name = "reference"
+
+    def describe(self, plan: RunPlan) -> Description:
+        """Return what the manifest says of it. Raises BadInput for an unknown profile."""
+        profile = _profile(plan)
+        emulated = profile.emulated()
+        if plan.time_scale != 1:
+            emulated.append(f"time scale {plan.time_scale:g}: emulated durations divided, arrivals multiplied by it")
+        return Description(
+            configuration={"profile": msgspec.to_builtins(profile)},
+            emulated=emulated,
+            context_tokens_max=profile.context_tokens_max,
+        )
+
+    def target(self, plan: RunPlan) -> DeploymentTarget:
+        """Return the reference deployment that the plan asks for, not started."""
+        arguments = [
+            "--shadow" if plan.arm is Arm.SHADOW else "--no-shadow", "--profile", plan.profile,
+            "--time-scale", str(plan.time_scale), "--folder", str(plan.folder), "--port", str(plan.port), "--announce",
+            "--end-with-stdin", *_workers(plan.scenario, plan.terms),
+            *_blocks(plan.scenario),
         ]  # fmt: skip
-        self._run_dir = Path(tempfile.mkdtemp(prefix="pdproof-"))
-        self._arguments += ["--run-dir", str(self._run_dir)]
-        self._token = secrets.token_hex(32)
-        self._child: asyncio.subprocess.Process | None = None
-        self._announcement: Announcement | None = None
-        self._watching: asyncio.Task[str] | None = None
+        return DeploymentTarget(lambda run_dir: ["reference_impl.deployment", *arguments, "--run-dir", str(run_dir)])
 
-    async def start(self, progress: Callable[[str], None]) -> Announcement:
-        """Bring the deployment up. Raises StartFailed with the deployment's own last word."""
-        self._child = child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "reference_impl.deployment", *self._arguments,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=os.environ | {TOKEN_VARIABLE: self._token},
-        )  # fmt: skip
-        if child.stdout is None or child.stderr is None:
-            raise StartFailed("the deployment has no pipes")
-        self._watching = asyncio.create_task(_relay(child.stderr, progress))
-        try:
-            async with asyncio.timeout(START_LIMIT_S):
-                line = await child.stdout.readline()
-        except TimeoutError as error:
-            raise StartFailed(f"the deployment was not ready within {START_LIMIT_S:g} s") from error
-        if not line:
-            failure = StartFailed(await self.ended())
-            if child.returncode is not None and child.returncode > 0:
-                failure.exit_code = child.returncode
-            raise failure
-        self._announcement = msgspec.json.decode(line, type=Announcement)
-        return self._announcement
+    def oracle(self, announcement: Announcement) -> Oracle | None:
+        """Return the content oracle of its weights."""
+        return None if announcement.weights is None else ReferenceOracle(announcement.weights)
 
-    async def ended(self) -> str:
-        """Return when the deployment has ended by itself, with its last word."""
-        if self._child is None or self._watching is None:
-            raise RuntimeError("start comes before ended")
-        code = await self._child.wait()
-        error = await self._watching
-        if code < 0:
-            return f"the deployment was ended by {signal.Signals(-code).name}"
-        return error or f"the deployment ended with {code}"
+    def start_s(self, plan: RunPlan) -> float:
+        """Return the emulated part of an engine's start."""
+        return sum(phase.seconds for phase in _profile(plan).init)
 
-    @property
-    def pid(self) -> int | None:
-        """The deployment's process, None before the start."""
-        return self._child.pid if self._child else None
 
-    @property
-    def url(self) -> str:
-        """The router's address."""
-        return self.announcement.url
+REFERENCE: Final = ReferenceSystem()
 
-    @property
-    def token(self) -> str:
-        """The secret that the router's own interface asks for."""
-        return self._token
 
-    @property
-    def announcement(self) -> Announcement:
-        """What the deployment said when it was ready."""
-        if self._announcement is None:
-            raise RuntimeError("start comes before everything else")
-        return self._announcement
-
-    def processes(self) -> list[tuple[str, ProcessInfo]]:
-        """Return the workers' processes at this moment, each with its worker's id."""
-        run_dir = Path(self.announcement.run_dir)
-        found = []
-        for worker_id in self.announcement.workers:
-            status = read_status(status_path(run_dir, worker_id))
-            found += [(worker_id, p) for p in status.processes] if status else []
-        return found
-
-    def active_engine(self, worker_id: str) -> ProcessRef | None:
-        """Return the engine of this worker that is awake, None if there is none."""
-        return self._engine(worker_id, EngineState.ACTIVE)
-
-    def parked_engine(self, worker_id: str) -> ProcessRef | None:
-        """Return the shadow of this worker, None if none is parked."""
-        return self._engine(worker_id, EngineState.STANDBY)
-
-    def block_service(self, worker_id: str) -> ProcessRef | None:
-        """Return the block service of this worker, None while none serves."""
-        for worker, p in self.processes():
-            if (worker, p.role) == (worker_id, "block-service"):
-                return ProcessRef(name=p.name, role=p.role, worker_id=worker, pid=p.pid, start_ticks=p.start_ticks)
-        return None
-
-    def _engine(self, worker_id: str, state: EngineState) -> ProcessRef | None:
-        for worker, p in self.processes():
-            if (worker, p.role, p.state) == (worker_id, "engine", state):
-                return ProcessRef(name=p.name, role=p.role, worker_id=worker, pid=p.pid, start_ticks=p.start_ticks)
-        return None
-
-    async def stop(self) -> None:
-        """End the deployment and everything in it."""
-        if self._child is not None:
-            await end_child(self._child, STOP_LIMIT_S)  # if it must be killed, its children die with it
-        if self._watching is not None:
-            await asyncio.gather(self._watching, return_exceptions=True)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+def _profile(plan: RunPlan) -> Profile:
+    try:
+        return load_profile(plan.profile).scaled(plan.time_scale)
+    except ProfileError as error:
+        raise BadInput(str(error)) from error
 
 
 def _blocks(scenario: Scenario) -> list[str]:
@@ -173,15 +85,3 @@ def _workers(scenario: Scenario, terms: KvTerms | None) -> list[str]:
         *(["--bidirectional"] if terms.bidirectional_kv_xfer else []),
         *([] if terms.clock_correction else ["--no-clock-correction"]),
     ]
-
-
-async def _relay(stream: asyncio.StreamReader, progress: Callable[[str], None]) -> str:
-    """Pass on what the deployment says of its progress; return its error, "" if it told none."""
-    error = ""
-    async for line in stream:
-        text = line.decode(errors="replace").strip()
-        if text.startswith(ERROR_PREFIX):
-            error = text.removeprefix(ERROR_PREFIX)
-        else:
-            progress(text.removeprefix(PROGRESS_PREFIX))
-    return error

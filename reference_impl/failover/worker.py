@@ -68,12 +68,14 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    """"engine", "memory-service" or "block-service"."""
+    """"engine", "memory-service" or "block-service"; of an engine's own processes what they are in it."""
     pid: int
     start_ticks: int
     state: str = ""
     """Of an engine: its life cycle's state."""
     epoch: int = 0
+    engine: str = ""
+    """The engine that it is a process of, where an engine has several."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

@@ -263,7 +263,9 @@ class Proxy:
     async def _pass_on(
         self, request: web.Request, upstream: aiohttp.ClientResponse, route: Route, added: dict[str, str]
     ) -> web.StreamResponse:
-        headers = {name: upstream.headers[name] for name in _PASSED_ON if name in upstream.headers} | added
+        # An engine that is not ours does not name itself.
+        who = {"x-pdproof-worker": route.worker_id, "x-pdproof-engine": route.engine_id}
+        headers = who | {name: upstream.headers[name] for name in _PASSED_ON if name in upstream.headers} | added
         if "Content-Length" in upstream.headers:
             headers["Content-Length"] = upstream.headers["Content-Length"]
         response = web.StreamResponse(status=upstream.status, headers=headers)

@@ -11,13 +11,15 @@ import msgspec
 from rich.console import Console
 
 from harness.commands.exit_codes import exit_code
-from harness.commands.options import PORT, SEED, TimeScale
-from harness.commands.run import new_run_folder, perform
+from harness.commands.options import PORT, SEED, TARGET, TimeScale
+from harness.commands.run import new_run_folder, perform, profile_of
 from harness.commands.verdict_table import print_verdicts
 from harness.errors import BadInput
+from harness.plan import RunPlan
 from harness.run_folder import RunFolder
-from harness.runner import RunPlan
 from harness.scenario import Arm, load_scenario, with_kv
+from harness.targets.reference import REFERENCE
+from harness.targets.systems import system_of
 from reference_impl.engine.profile import Profile, ProfileError, load_profile
 from reference_impl.rules.terms import LeaseDesign
 from reports.comparison import write_comparison
@@ -37,7 +39,8 @@ SHORT_TIMEOUT_S: Final = 5.0
 
 @click.command("compare")
 @click.option("--scenario", default="", help="default: kill-active; for profiles that emulate their cold start "
-              "kill-active-600s")  # fmt: skip
+              "kill-active-600s; of vllm kill-vllm")  # fmt: skip
+@TARGET
 @click.option("--profile", default="", help="compute profile: a name or a .toml file; default: the scenario's")
 @click.option("--time-scale", type=TimeScale(), default=1.0, show_default=True,
               help="divide every emulated duration by this; arrivals come so many times faster")  # fmt: skip
@@ -45,7 +48,7 @@ SHORT_TIMEOUT_S: Final = 5.0
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("out/compare"), show_default=True,
               help="folder for index.html and summary.json; the run folders go below it")  # fmt: skip
 @click.option("--port", type=PORT, default=0, help="the router's port; default: any free one")
-def command(scenario: str, profile: str, time_scale: float, seed: int, out: Path, port: int) -> int:
+def command(scenario: str, target: str, profile: str, time_scale: float, seed: int, out: Path, port: int) -> int:
     """Run a scenario in every arm under the same load, and set the arms side by side on one page.
 
     Of a scenario that kills engines: a deployment with cold restarts and one with shadows. Of one in which KV moves
@@ -53,16 +56,20 @@ def command(scenario: str, profile: str, time_scale: float, seed: int, out: Path
     profile, seed and schedule. Exits with 0 if the page was written and what must pass has passed.
     """
     try:
-        name = scenario or default_scenario(load_profile(profile or "default"))
+        name = scenario or _default_scenario(target, profile)
     except ProfileError as error:
         raise BadInput(str(error)) from error
-    data = load_scenario(name)
+    data, system = load_scenario(name), system_of(target)
     plan = RunPlan(
-        scenario=data, arm=Arm.COLD, profile=profile or data.profile, time_scale=time_scale, seed=seed, port=port,
-        folder=out, command=["pdproof", *sys.argv[1:]],
+        scenario=data, system=system, arm=Arm.COLD, profile=profile_of(system, profile, data), time_scale=time_scale,
+        seed=seed, port=port, folder=out, command=["pdproof", *sys.argv[1:]],
     )  # fmt: skip
     console = Console(stderr=True)
     return _compare_designs(plan, out, console) if data.kv else _compare_recoveries(plan, out, console)
+
+
+def _default_scenario(target: str, profile: str) -> str:
+    return default_scenario(load_profile(profile or "default")) if target == REFERENCE.name else "kill-vllm"
 
 
 def _compare_recoveries(plan: RunPlan, out: Path, console: Console) -> int:

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from reference_impl.deployment import Announcement
+from reference_impl.announcement import Announcement
 from reference_impl.engine.cli import EngineAnnouncement
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.oracle import Weights, expected_answers

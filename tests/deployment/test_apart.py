@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from reference_impl.deployment import Announcement
+from reference_impl.announcement import Announcement
 from reference_impl.engine.config import EngineConfig
 from reference_impl.failover.worker import ProcessInfo, read_status, status_path
 from reference_impl.realclock import now_ns

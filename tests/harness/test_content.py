@@ -6,12 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.content import judge, sent_prompt
+from harness.content import ReferenceOracle, judge, sent_prompt
 from reference_impl.oracle import Weights, expected_answers
 from workloads.prompts import NO_TOKENS, prompt_tokens
 from workloads.rows import Outcome, PromptSpec, RequestRecord
 
 WEIGHTS = Weights(seed=3, words=4096)
+ORACLE = ReferenceOracle(WEIGHTS)
 TOKENS = 12
 
 
@@ -58,30 +59,30 @@ def session(turns: int, wrong: int = -1, trusts_a_wrong_answer: bool = False) ->
 def test_a_session_answered_rightly_is_right() -> None:
     records = session(4)
     done: list[int] = []
-    assert judge(records, WEIGHTS, done.append) == [True] * 4
-    assert judge(records[::-1], WEIGHTS) == [True] * 4
+    assert judge(records, ORACLE, done.append) == [True] * 4
+    assert judge(records[::-1], ORACLE) == [True] * 4
     assert done == [4]
 
 
 @pytest.mark.rule("KVC-XFER-001")
 def test_a_wrong_answer_is_held_against_its_own_turn_alone() -> None:
-    assert judge(session(4, wrong=1), WEIGHTS) == [True, False, True, True]
+    assert judge(session(4, wrong=1), ORACLE) == [True, False, True, True]
 
 
 @pytest.mark.rule("KVC-XFER-001")
 def test_a_server_that_reads_other_tokens_than_it_was_sent_is_caught() -> None:
     """The twin: its later answers are right for a talk that never happened."""
-    assert judge(session(4, wrong=1, trusts_a_wrong_answer=True), WEIGHTS) == [True, False, False, False]
+    assert judge(session(4, wrong=1, trusts_a_wrong_answer=True), ORACLE) == [True, False, False, False]
 
 
 def test_a_turn_whose_forerunner_left_no_record_cannot_be_judged() -> None:
     first, second, third = session(3)
-    assert judge([first, third], WEIGHTS) == [True, None]
-    assert judge([second], WEIGHTS) == [None]
+    assert judge([first, third], ORACLE) == [True, None]
+    assert judge([second], ORACLE) == [None]
     broken = msgspec.structs.replace(third, output_ids=third.output_ids[:5], outcome=Outcome.FAIL)
     unanswered = msgspec.structs.replace(third, output_ids=[], outcome=Outcome.UNKNOWN)
-    assert judge([first, second, broken], WEIGHTS) == [True, True, True]
-    assert judge([first, second, unanswered], WEIGHTS) == [True, True, None]
+    assert judge([first, second, broken], ORACLE) == [True, True, True]
+    assert judge([first, second, unanswered], ORACLE) == [True, True, None]
 
 
 def test_turns_that_run_in_a_circle_are_refused() -> None:
@@ -97,4 +98,4 @@ def test_prompts_of_traces_are_judged() -> None:
     wrong = msgspec.structs.replace(
         record, request_id="w", prompt=PromptSpec(7, 5, 90, block_ids=[4, 8], block_tokens=60)
     )
-    assert judge([record, wrong], WEIGHTS) == [True, False]
+    assert judge([record, wrong], ORACLE) == [True, False]
