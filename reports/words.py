@@ -31,6 +31,11 @@ def duration(seconds: float | None) -> str:
     return f"{significant(seconds)} s"
 
 
+def span(least: float | None, most: float | None) -> str:
+    """Return 4.31 ms to 5.02 ms."""
+    return "" if least is None or most is None else f"{duration(least)} to {duration(most)}"
+
+
 def given(text: str) -> str:
     """Return a printed figure without trailing zeros: it was given, not measured to that many digits."""
     return re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", text).replace(". ", " ")
