@@ -16,7 +16,8 @@ import msgspec
 NS_PER_CLOCK_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 # Fields of /proc/PID/stat after the command's name, counted from the state (field 3 in proc(5)).
-_STATE, _UTIME, _STIME, _START = 0, 11, 12, 19
+_STATE, _FLAGS, _UTIME, _STIME, _START = 0, 6, 11, 12, 19
+_PF_EXITING = 0x4
 
 
 class ProcessStat(msgspec.Struct, frozen=True):
@@ -65,6 +66,26 @@ def process_state(pid: int) -> str | None:
     """Return the kernel's letter for the state of `pid` (see `ProcessStat`); None if it has gone."""
     stat = read_stat(pid)
     return None if stat is None else stat.state
+
+
+def can_run(pid: int, start_ticks: int) -> bool:
+    """Whether a thread of the process can still execute an instruction of its own.
+
+    A killed process tears its memory down for tens of milliseconds, and only then is its pidfd readable. It runs
+    nothing of its own from the moment when the kernel has marked its last thread as exiting (PF_EXITING): from there no
+    thread returns to its program.
+    """
+    if not same_process(pid, start_ticks):
+        return False
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            text = (task / "stat").read_bytes()
+            fields = text[text.rindex(b")") + 2 :].split()
+            if fields[_STATE] not in (b"Z", b"X", b"x") and not int(fields[_FLAGS]) & _PF_EXITING:
+                return True
+    except (FileNotFoundError, ProcessLookupError):
+        return can_run(pid, start_ticks)  # a thread ended while they were looked at
+    return False
 
 
 def same_process(pid: int, start_ticks: int) -> bool:

@@ -2,6 +2,8 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 import uvloop
 
 from reference_impl.failover import pidfd
-from reference_impl.failover.pidfd import ProcessWatch
+from reference_impl.failover.pidfd import ProcessWatch, can_run, process_state, start_ticks
 from tests.failover.children import PATIENCE_S, Board, Child, Family
 from tests.waiting import until
 
@@ -177,3 +179,50 @@ def test_a_signal_to_a_reaped_process_reaches_nobody(sleeper):
         assert watch.stat() is None
     watch.close()
     assert watch.pidfd == -1
+
+
+def test_a_live_process_can_run_and_a_killed_one_cannot_long_before_it_is_gone() -> None:
+    code = "import time; big = bytearray(300 * 2**20); print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        ticks = start_ticks(child.pid)
+        assert ticks is not None
+        assert can_run(child.pid, ticks)
+        assert not can_run(child.pid, ticks + 1)  # another process of that pid
+        child.kill()
+        while can_run(child.pid, ticks):
+            time.sleep(0.0005)
+        seen_as = process_state(child.pid)
+        child.wait()
+        assert not can_run(child.pid, ticks)
+        assert seen_as in ("R", "D", "Z", "X", "S", None)
+
+
+def test_a_stopped_process_can_still_run() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        ticks = start_ticks(child.pid)
+        assert ticks is not None
+        child.send_signal(signal.SIGSTOP)
+        assert can_run(child.pid, ticks)  # somebody may let it go on
+        child.kill()
+
+
+def test_a_process_whose_first_thread_has_ended_can_run_as_long_as_another_does() -> None:
+    code = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('ready', flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        ticks = start_ticks(child.pid)
+        assert ticks is not None
+        while process_state(child.pid) != "Z":
+            time.sleep(0.001)
+        assert can_run(child.pid, ticks)
+        child.kill()
+        child.wait()
+        assert not can_run(child.pid, ticks)

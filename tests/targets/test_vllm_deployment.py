@@ -16,7 +16,7 @@ import pytest
 from harness.errors import StartFailed
 from harness.targets.deployment import DeploymentTarget
 from harness.targets.vllm.deployment import Place, VllmDeployment
-from reference_impl.failover.pidfd import read_stat
+from reference_impl.failover.pidfd import can_run
 from reference_impl.failover.worker import ProcessInfo
 from reference_impl.rules.events import Event, EventKind
 from reference_impl.rules.routing import Role
@@ -65,8 +65,7 @@ def parts(target: DeploymentTarget, engine: str) -> list[ProcessInfo]:
 
 
 def alive(process: ProcessInfo) -> bool:
-    stat = read_stat(process.pid)
-    return stat is not None and stat.start_ticks == process.start_ticks and not stat.is_dead
+    return can_run(process.pid, process.start_ticks)
 
 
 def events(folder: Path) -> list[Event]:

@@ -25,6 +25,7 @@ from reference_impl.event_log import EventLog
 from reference_impl.failover.pidfd import start_ticks
 from reference_impl.failover.process_group import end_all, in_session
 from reference_impl.failover.worker import ProcessInfo, WorkerStatus, status_path, write_status
+from reference_impl.memory_service.vllm_loader import REPORT_VARIABLE, SOCKET_VARIABLE
 from reference_impl.processes import end_child, last_line
 from reference_impl.realclock import host_ns
 from reference_impl.rules.events import EventKind
@@ -55,6 +56,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The server's, with the placeholders {port} and {side_port}."""
     environment: dict[str, str]
     clock_offset_s: float = 0.0
+    memory_bytes: int = 0
+    """Capacity of the worker's memory service, from which its servers map the weights; 0: there is none."""
 
 
 class VllmDeployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +115,7 @@ class Worker:
         self._router_url = router_url
         self._environment = environment
         self._engines: dict[str, Engine] = {}
+        self._memory: ProcessInfo | None = None
         self._started = 0
         self._failed = 0
         self._changed = asyncio.Condition()
@@ -123,6 +127,7 @@ class Worker:
 
     async def run(self) -> None:
         """Keep the worker up until cancelled. Raises DeploymentFailed when servers keep dying while they start."""
+        memory = await self._start_memory()
         try:
             async with asyncio.TaskGroup() as keepers:
                 for number, ports in enumerate(self._ports):
@@ -131,6 +136,9 @@ class Worker:
             raise failed.exceptions[0] from failed
         finally:
             await asyncio.gather(*(self._end(e) for e in list(self._engines.values())))
+            if memory is not None:
+                await end_child(memory, STOP_LIMIT_S)
+            self._memory = None
             self._publish()
 
     def count(self, state: EngineState) -> int:
@@ -189,13 +197,15 @@ class Worker:
         spec = EngineSpec(
             engine_id=name, worker_id=place.worker_id, role=place.role,
             command=[_filled(word, filled) for word in place.command],
-            environment={key: _filled(value, filled) for key, value in place.environment.items()},
+            environment={k: _filled(v, filled) for k, v in place.environment.items()} | self._weights(name),
             cores=place.cores, niceness=NICENESS, url=f"http://{config.host}:{port}", model=config.model,
             canary=config.canary, canary_answer=config.canary_answer, warm_tokens=config.warm_tokens,
             lock_path=str(Path(config.run_dir, f"{place.worker_id}.lock")),
             members_path=str(Path(config.run_dir, f"{place.worker_id}.members.json")),
             router_url=self._router_url, events_file=str(Path(config.events_dir, f"events-{name}.jsonl")),
-            log_file=str(Path(config.logs_dir, f"{name}.log")), clock_offset_s=place.clock_offset_s,
+            log_file=str(Path(config.logs_dir, f"{name}.log")), working_dir=config.run_dir,
+            weights_report=str(Path(config.run_dir, f"{name}.weights")) if place.memory_bytes else "",
+            clock_offset_s=place.clock_offset_s,
         )  # fmt: skip
         begun_ns = host_ns()
         with Path(config.logs_dir, f"{name}-guard.log").open("ab") as log:  # noqa: ASYNC230 # a log on local disk
@@ -210,6 +220,41 @@ class Worker:
                             start_ticks=start_ticks(process.pid) or 0, worker_id=place.worker_id)  # fmt: skip
         self._publish()
         return engine
+
+    def _weights(self, engine: str) -> dict[str, str]:
+        """Return where a server's loader finds the weights, and where it says what it shares."""
+        if not self._place.memory_bytes:
+            return {}
+        run_dir = Path(self._config.run_dir)
+        return {SOCKET_VARIABLE: str(self._memory_socket), REPORT_VARIABLE: str(run_dir / f"{engine}.weights")}
+
+    @property
+    def _memory_socket(self) -> Path:
+        return Path(self._config.run_dir, f"{self._place.worker_id}.gms")
+
+    async def _start_memory(self) -> asyncio.subprocess.Process | None:
+        """Start the memory service, which outlives every server. Raises DeploymentFailed."""
+        config, place = self._config, self._place
+        if not place.memory_bytes:
+            return None
+        name = f"{place.worker_id}-gms"
+        path = Path(config.logs_dir, f"{name}.log")
+        with path.open("ab") as log:  # noqa: ASYNC230 # a log on local disk
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "reference_impl.memory_service.server", "--socket", str(self._memory_socket),
+                "--device", place.worker_id, "--capacity-bytes", str(place.memory_bytes), "--die-with-parent",
+                "--events", str(Path(config.events_dir, f"events-{name}.jsonl")),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        assert process.stdout is not None
+        if (await process.stdout.readline()).strip() != b"ready":
+            await end_child(process, STOP_LIMIT_S)
+            raise DeploymentFailed(f"worker {place.worker_id}: no memory service: {last_line(path) or 'no word'}")
+        self._memory = ProcessInfo(
+            name=name, role="memory-service", pid=process.pid, start_ticks=start_ticks(process.pid) or 0
+        )
+        self._publish()
+        return process
 
     async def _follow(self, engine: Engine) -> None:
         """Take in what the guard says, until it ends."""
@@ -236,6 +281,7 @@ class Worker:
 
     def _publish(self) -> None:
         processes = [p for e in self._engines.values() for p in e.processes]
+        processes += [self._memory] if self._memory else []
         path = status_path(Path(self._config.run_dir), self._place.worker_id)
         write_status(path, WorkerStatus(self._place.worker_id, processes))
 

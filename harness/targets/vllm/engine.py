@@ -35,7 +35,9 @@ from reference_impl.failover.process_group import (
     end_all,
     first_death,
     reap,
+    silence_all,
 )
+from reference_impl.memory_service.weights_report import read_reports
 from reference_impl.processes import last_line
 from reference_impl.realclock import host_ns
 from reference_impl.router.protocol import Register
@@ -81,6 +83,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     router_url: str
     events_file: str
     log_file: str
+    working_dir: str
+    """Where the server runs: not where this process does, whose folder may hide vLLM's plugins."""
+    weights_report: str = ""
+    """Where its weights loader tells what it shares; empty: it has vLLM's own."""
     clock_offset_s: float = 0.0
 
 
@@ -138,6 +144,7 @@ class Guard:
                 raise ServerFailed(f"{spec.engine_id}: not all of its processes are there: {[m.role for m in members]}")
             for member in members:
                 self._say_started(member)
+            self._tell_weights()
             self._say(EngineState.STANDBY, members=members)
             self._told(EventKind.ENGINE_ASLEEP)
             dying = asyncio.create_task(first_death(members))
@@ -177,11 +184,11 @@ class Guard:
         raise ServerFailed(f"{spec.engine_id}: the router ended its registration")
 
     async def _fence(self, won_ns: int) -> None:
-        """End whatever of the predecessor still runs, and wait until the kernel says that it is gone."""
+        """End whatever of the predecessor still runs, and wait until none of it can run an instruction any more."""
         before = _predecessor(Path(self._spec.members_path))
         if before is None:
             return
-        left = await end_all(before.members)
+        left = await silence_all(before.members)
         if left:
             raise ServerFailed(f"{self._spec.engine_id}: of {before.engine_id} there still run {left}")
         self._events.say(EventKind.PROCESS_EXITED, before.engine_id, pid=before.members[0].pid,
@@ -204,7 +211,7 @@ class Guard:
         with Path(spec.log_file).open("ab") as log:  # noqa: ASYNC230 # a log on local disk
             self._server = subprocess.Popen(  # noqa: ASYNC220 # a fork; nothing else runs here yet
                 spec.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=os.environ | spec.environment, preexec_fn=self._in_child,  # noqa: PLW1509 # no thread runs yet
+                env=os.environ | spec.environment, cwd=spec.working_dir, preexec_fn=self._in_child,  # noqa: PLW1509 # no thread runs yet
             )  # fmt: skip
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -259,6 +266,15 @@ class Guard:
             return list(said["choices"][0]["token_ids"])
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, LookupError, TypeError) as error:
             raise ServerFailed(f"{self._spec.engine_id}: no answer to a canary: {error!r}") from error
+
+    def _tell_weights(self) -> None:
+        """Say what the server's weights loader shares with others and what it has copied, where it tells."""
+        if not self._spec.weights_report:
+            return
+        for report in read_reports(Path(self._spec.weights_report))[-1:]:
+            self._told(EventKind.WEIGHTS_MAPPED, bytes=report.bytes_shared, copied=report.bytes_copied,
+                       duplicated=report.bytes_duplicated, generation=report.generation,
+                       role=str(report.role), linears=report.linears)  # fmt: skip
 
     def _members(self) -> list[Member]:
         return descendants(os.getpid(), ROLES, FIRST_ROLE)

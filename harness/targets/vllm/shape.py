@@ -24,6 +24,8 @@ MODEL_NAME: Final = "canary"
 CANARY_TOKENS: Final = 40
 HOST: Final = "127.0.0.1"
 WARM_TOKENS: Final = 600
+MEMORY_BYTES: Final = 256 * 2**20
+"""What a worker's memory service may give out: the canary's weights, several times."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,7 @@ def _places(config: VllmConfig, installed: Installed, shape: Shape, model: str, 
             Place(
                 worker_id=worker_id, role=role, cores=cores, clock_offset_s=ahead_s, environment=environment,
                 command=[_filled(word, values) for word in command],
+                memory_bytes=MEMORY_BYTES if _shares_weights(config, installed, shape) else 0,
             )
         )  # fmt: skip
     return places
@@ -108,12 +111,20 @@ def _arguments(config: VllmConfig, installed: Installed, shape: Shape, role: Rol
         words += ["--num-gpu-blocks-override", str(shape.pool_blocks)]
     if role is Role.DECODE and shape.decode_slots:
         words += ["--max-num-seqs", str(shape.decode_slots)]
+    if _shares_weights(config, installed, shape):
+        # Unpacked linears: vLLM's CPU build would pack each matrix into private memory, and share nothing in effect.
+        words += ["--load-format", "pdproof", "--model-loader-extra-config", '{"linears": "mapped"}']
     if role is not Role.BOTH:
         connector = with_terms(connector_of(config), config.term_keys, shape.terms)
         if not connector:
             raise BadInput(f"vLLM configuration {config.name}: no kv_transfer_config, and KV is to move")
         words += ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
     return words
+
+
+def _shares_weights(config: VllmConfig, installed: Installed, shape: Shape) -> bool:
+    """Whether an engine and its shadow map the same weights: with the canary, on a CPU."""
+    return shape.shadow and not installed.gpu and not config.model
 
 
 def with_terms(connector: dict[str, Any], keys: TermKeys, terms: Terms) -> dict[str, Any]:
