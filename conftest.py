@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,13 @@ def _no_package(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"the package {name} is not installed"
 
 
+def _no_vllm() -> str | None:
+    return None if os.environ.get("PDPROOF_VLLM_PYTHON") else "PDPROOF_VLLM_PYTHON names no interpreter with vLLM"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs hardware or packages that are not here."""
-    lacks = {"gpu": _no_gpu(), "vllm": _no_package("vllm"), "nixl": _no_package("nixl")}
+    lacks = {"gpu": _no_gpu(), "vllm": _no_vllm(), "nixl": _no_package("nixl")}
     for item in items:
         for marker, reason in lacks.items():
             if reason is not None and item.get_closest_marker(marker):

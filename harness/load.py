@@ -32,11 +32,15 @@ class LoadFailed(PdproofError):
 class LocustLoad:
     """One open-loop load of `load_s` seconds, whose rows land in the run's parts. Durations are as they pass.
 
+    With `logprobs` answers come with the probabilities of their tokens, for an oracle that looks at them.
     With a `time_scale` arrivals come so many times faster, and think times are divided by it.
     """
 
-    def __init__(self, *, load: Load, time_scale: float, load_s: float, drain_s: float, seed: int) -> None:
+    def __init__(
+        self, *, load: Load, time_scale: float, load_s: float, drain_s: float, seed: int, logprobs: bool = False
+    ) -> None:
         self._load = load
+        self._logprobs = logprobs
         self._time_scale = time_scale
         self._load_s = load_s
         self._drain_s = drain_s
@@ -55,6 +59,7 @@ class LocustLoad:
             "--seed", str(self._seed), "--request-timeout-s", str(load.request_timeout_s),
             "--drain-s", str(self._drain_s), "--start-at-ns", str(origin_ns),
             "--rows", str(writer.parts / "requests-0.jsonl"), *self._of_sessions(),
+            *(["--logprobs"] if self._logprobs else []),
         ]  # fmt: skip
         with (writer.logs / "locust.log").open("wb") as log:
             self._child = await asyncio.create_subprocess_exec(

@@ -38,6 +38,8 @@ class System(Protocol):
     """What can be put under test: how it is described, brought up and judged."""
 
     name: str
+    logprobs: bool
+    """Whether its oracle wants the probabilities of an answer's tokens."""
 
     def describe(self, plan: RunPlan) -> Description:
         """Return what the manifest says of it. Raises BadInput for what cannot be run."""

@@ -138,7 +138,7 @@ class _Run:
         drain_s = plan.real_s(scenario.phases[-1].seconds)
         load = LocustLoad(
             load=scenario.load, time_scale=plan.time_scale,
-            load_s=plan.real_s(scenario.load_s), drain_s=drain_s, seed=plan.seed,
+            load_s=plan.real_s(scenario.load_s), drain_s=drain_s, seed=plan.seed, logprobs=plan.system.logprobs,
         )  # fmt: skip
         phases: asyncio.Task[None] | None = None
         loading: asyncio.Task[None] | None = None

@@ -56,6 +56,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     input_tokens: Annotated[int, msgspec.Meta(ge=1, le=TOKENS_MAX)] = 32_000
     output_tokens: Annotated[int, msgspec.Meta(ge=1, le=TOKENS_MAX)] = 1_000
     request_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX)] = 120.0
+    utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Of what the workers hold at once; above 0, a calibration before the run finds `rate_per_s`."""
+    calibrated_s: float = 0.0
+    """How long a request took in that calibration."""
     sessions: Sessions | None = None
 
     @property

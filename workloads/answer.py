@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Final
 
@@ -23,6 +24,7 @@ class Answer:
         self._chunk_ns = array("q")
         self._chunk_tokens = array("q")
         self._ids = array("q")
+        self._logprobs = array("d")
         self.done_ns = 0
         self.error = ""
         self.hand_off = b""
@@ -42,6 +44,11 @@ class Answer:
         """The tokens so far, in order."""
         return self._ids.tolist()
 
+    @property
+    def logprobs(self) -> list[float]:
+        """The logarithms of their probabilities, one a token; none if they were not asked for."""
+        return self._logprobs.tolist()
+
     def take(self, piece: bytes, t_ns: int) -> None:
         """Take what one read returned. Raises `sse.BadStream`."""
         for event_ns, payload in self._reader.feed(piece, t_ns):
@@ -54,6 +61,8 @@ class Answer:
             if choice.token_ids:
                 self._add(t_ns, len(choice.token_ids))
                 self._ids.extend(choice.token_ids)
+                if choice.logprobs is not None and choice.logprobs.token_logprobs is not None:
+                    self._logprobs.extend(math.nan if p is None else p for p in choice.logprobs.token_logprobs)
             elif choice.content:
                 # The text of a server that names no tokens: a chunk is taken for one until the usage says more.
                 self._add(t_ns, 0 if self._ids else 1)

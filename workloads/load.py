@@ -175,6 +175,7 @@ class Load:
             api=options.api,
             prompt_format=options.format,
             strict_openai=options.strict_openai,
+            logprobs=options.logprobs,
             hand_off=said.hand_off,
         )
         return StreamedRequest(self._host, options.api.path, said.request_id, body)
@@ -198,6 +199,7 @@ class Load:
             end_ns=seen.end_ns,
             chunks=chunks,
             output_ids=answer.output_ids,
+            logprobs=answer.logprobs,
             cached_tokens=answer.cached_tokens,
             kv_handed=bool(said.hand_off),
             renewals=said.renewals,

@@ -40,6 +40,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     api: Api = Api.COMPLETIONS
     prompt_format: str = ""
     strict_openai: bool = False
+    logprobs: bool = False
 
     @property
     def format(self) -> PromptFormat:
@@ -50,6 +51,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `BadOption` for values that do not go together."""
+        if self.logprobs and self.api is Api.CHAT:
+            raise BadOption("--logprobs needs --api completions: a chat answer words them otherwise")
         if self.api is Api.CHAT and self.format is PromptFormat.IDS:
             raise BadOption("--prompt-format ids needs --api completions: a chat message is text")
 
@@ -280,6 +283,9 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "prompt_format": {"choices": [str(f) for f in PromptFormat], "help": "default: ids, for chat text"},
     "strict_openai": {
         "action": "store_true", "help": "leave out ignore_eos and return_token_ids, which only vLLM knows"
+    },
+    "logprobs": {
+        "action": "store_true", "help": "ask for the logarithm of each token's probability, and keep it in the rows"
     },
 }  # fmt: skip
 _CHECKED: Final = {

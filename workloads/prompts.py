@@ -114,6 +114,7 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     # vLLM's own: answer to the full length, and say which tokens a chunk holds.
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    logprobs: int | bool | None = None
     kv_transfer_params: msgspec.Raw | None = None
 
 
@@ -125,12 +126,14 @@ def request_body(
     api: Api,
     prompt_format: PromptFormat,
     strict_openai: bool = False,
+    logprobs: bool = False,
     hand_off: bytes = b"",
 ) -> bytes:
     """Return the JSON body of a streamed request.
 
-    `strict_openai` leaves out what only vLLM and its kin know. `hand_off` is the JSON of the `kv_transfer_params` that
-    the turn before ended with, sent on byte for byte.
+    With `logprobs` each token comes with the logarithm of its probability. `strict_openai` leaves out what only vLLM and
+    its kin know. `hand_off` is the JSON of the `kv_transfer_params` that the turn before ended with, sent on byte for
+    byte.
     """
     ids: list[int] = prompt.tolist()
     own: dict[str, Any]
@@ -140,6 +143,8 @@ def request_body(
         own = {"prompt": ids if prompt_format is PromptFormat.IDS else tokens.decode(ids)}
     if not strict_openai:
         own |= {"ignore_eos": True, "return_token_ids": True}
+    if logprobs:
+        own["logprobs"] = True if api is Api.CHAT else 0  # of the chosen token alone
     if hand_off:
         own["kv_transfer_params"] = msgspec.Raw(hand_off)
     return msgspec.json.encode(

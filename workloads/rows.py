@@ -80,6 +80,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[Chunk] = []
     output_ids: list[int] = []
     """The tokens of the answer, in order, as far as they came."""
+    logprobs: list[float] = []
+    """The logarithms of their probabilities, one a token; none if they were not asked for."""
     cached_tokens: int | None = None
     """Prompt tokens that the server found in its cache, as its usage says; None: it did not say."""
     kv_handed: bool = False

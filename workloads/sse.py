@@ -43,11 +43,18 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     reasoning: str | None = None
 
 
+class Logprobs(msgspec.Struct, frozen=True, gc=False):
+    """The logarithms of the probabilities of the tokens that an event holds (completions)."""
+
+    token_logprobs: list[float | None] | None = None
+
+
 class Choice(msgspec.Struct, frozen=True, gc=False):
     """New content of one answer."""
 
     text: str | None = None
     delta: Delta | None = None
+    logprobs: Logprobs | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 

@@ -16,6 +16,7 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
+from harness.calibration import calibrated
 from harness.checks import judge, overall
 from harness.commands.exit_codes import exit_code
 from harness.commands.options import PORT, SEED, TARGET, TimeScale
@@ -49,6 +50,12 @@ def ended_like_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def calibrate(plan: RunPlan, console: Console) -> RunPlan:
+    """Return the plan with its rate found, where its scenario says by how much the machine is to be used."""
+    with RunProgress(console, "calibration") as progress, ended_like_ctrl_c():
+        return asyncio.run(calibrated(plan, progress))
 
 
 def perform(plan: RunPlan, console: Console) -> RunFolder:
@@ -116,11 +123,12 @@ def command(
         data = with_kv(data, **changes)
     plan = RunPlan(
         scenario=data, system=system, arm=Arm(arm) if data.kv is None else Arm.COLD,
-        profile=profile_of(system, profile, data), time_scale=time_scale, seed=seed, port=port, folder=Path(), command=["pdproof", *sys.argv[1:]],
-        design=LeaseDesign(baseline or LeaseDesign.LEASE), clock_correction=not no_clock_correction,
+        profile=profile_of(system, profile, data), time_scale=time_scale, seed=seed, port=port, folder=Path(),
+        command=["pdproof", *sys.argv[1:]], design=LeaseDesign(baseline or LeaseDesign.LEASE),
+        clock_correction=not no_clock_correction,
     )  # fmt: skip
     folder = out or new_run_folder(Path("runs"), data.name, plan.label, seed)
     console = Console(stderr=True)
-    run = perform(msgspec.structs.replace(plan, folder=folder), console)
+    run = perform(msgspec.structs.replace(calibrate(plan, console), folder=folder), console)
     print_verdicts(run, run.verdicts)
     return exit_code(overall(run.verdicts))

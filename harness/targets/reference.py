@@ -20,6 +20,7 @@ class ReferenceSystem:
     """The reference implementation, under the plan's compute profile and time scale."""
 
     name = "reference"
+    logprobs = False
 
     def describe(self, plan: RunPlan) -> Description:
         """Return what the manifest says of it. Raises BadInput for an unknown profile."""

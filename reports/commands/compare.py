@@ -12,7 +12,7 @@ from rich.console import Console
 
 from harness.commands.exit_codes import exit_code
 from harness.commands.options import PORT, SEED, TARGET, TimeScale
-from harness.commands.run import new_run_folder, perform, profile_of
+from harness.commands.run import calibrate, new_run_folder, perform, profile_of
 from harness.commands.verdict_table import print_verdicts
 from harness.errors import BadInput
 from harness.plan import RunPlan
@@ -65,6 +65,7 @@ def command(scenario: str, target: str, profile: str, time_scale: float, seed: i
         seed=seed, port=port, folder=out, command=["pdproof", *sys.argv[1:]],
     )  # fmt: skip
     console = Console(stderr=True)
+    plan = calibrate(plan, console)
     return _compare_designs(plan, out, console) if data.kv else _compare_recoveries(plan, out, console)
 
 

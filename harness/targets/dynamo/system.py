@@ -33,6 +33,7 @@ class DynamoSystem:
     """Dynamo, as the interpreter that PDPROOF_DYNAMO_PYTHON names has it. Raises BadInput if it has none."""
 
     name = "dynamo"
+    logprobs = False
 
     def __init__(self) -> None:
         self._installed = installed()

@@ -27,6 +27,7 @@ class VllmSystem:
 
     def __init__(self, config: VllmConfig) -> None:
         self.name = config.name
+        self.logprobs = not config.model
         self._config = config
         self._installed = installed()
 
