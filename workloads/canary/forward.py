@@ -50,9 +50,7 @@ class Forward:
         positions = np.arange(first_position, first_position + len(tokens))
         return KvCache(self._turned(self._keys[tokens], positions), self._values[tokens])
 
-    def logits(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: KvCache
-    ) -> NDArray[np.float64]:
+    def logits(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: KvCache) -> NDArray[np.float64]:
         """Return the logits behind `tokens`, shape (tokens, vocabulary). Each sees the slots up to its position."""
         return self.behind(tokens, attended(self.queries(tokens, positions), positions, cache))
 
