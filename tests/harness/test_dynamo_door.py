@@ -123,7 +123,7 @@ async def test_a_stream_that_is_cut_short_is_cut_short_for_the_client(said: byte
             await got.read()
 
 
-async def test_a_client_that_leaves_ends_its_request_at_the_front_end() -> None:
+async def test_a_client_that_leaves_ends_its_request_at_the_front_end(caplog: pytest.LogCaptureFixture) -> None:
     left = asyncio.Event()
 
     async def answers(request: web.Request) -> web.StreamResponse:
@@ -141,6 +141,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_front_end() -> None:
             await got.content.readuntil(b"\n\n")
             got.close()
         await left.wait()
+    assert caplog.records == []  # nobody's mistake, and no word of it where progress is told
 
 
 async def test_a_front_end_that_is_away_is_a_502() -> None:

@@ -30,7 +30,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DynamoSystem:
 
 def plan_of(system: DynamoSystem, arm: Arm = Arm.COLD, fault: FaultSpec = KILL, **changes: object) -> RunPlan:
     phases = [Phase(name="fault", seconds=1, fault=fault), Phase(name="drain", seconds=1)]
-    scenario = msgspec.structs.replace(Scenario(name="s", title="s", phases=phases), **changes)
+    scenario = msgspec.convert({"name": "s", "title": "s", "phases": phases} | changes, Scenario)
     return RunPlan(
         scenario=scenario, arm=arm, system=system, profile="default", time_scale=1, seed=1, folder=Path("run"),
         command=[],

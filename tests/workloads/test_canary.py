@@ -98,7 +98,7 @@ def test_damage_to_any_one_block_of_a_prompt_shows(oracle: CanaryOracle, block: 
             moved = np.abs(sums.logprobs(number, kv) - right).max()
             least[kind] = min(least[kind], float(moved))
     margin = {kind: value / TOLERANCE for kind, value in least.items()}
-    assert min(margin.values()) > (10 if block == 128 else 2), margin
+    assert min(margin.values()) > (20 if block == 128 else 5), margin
 
 
 def test_answers_depend_on_the_prompt_and_do_not_run_in_a_circle(oracle: CanaryOracle) -> None:

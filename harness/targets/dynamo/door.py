@@ -102,18 +102,21 @@ class Door:
                 response.headers["x-pdproof-engine"] = engine.engine_id
         except _LOST:
             broken = True
-        await response.prepare(request)
-        await response.write(bytes(read))
-        while not broken:
-            try:
-                part = await anext(parts)
-            except StopAsyncIteration:
-                await response.write_eof()
-                break
-            except _LOST:
-                broken = True
-            else:
-                await response.write(part)
+        try:
+            await response.prepare(request)
+            await response.write(bytes(read))
+            while not broken:
+                try:
+                    part = await anext(parts)
+                except StopAsyncIteration:
+                    await response.write_eof()
+                    break
+                except _LOST:
+                    broken = True
+                else:
+                    await response.write(part)
+        except ConnectionError:
+            return response  # the client has left
         if broken and request.transport is not None:
             request.transport.close()  # what is written still leaves; the body stays without its end, as it came
         return response
