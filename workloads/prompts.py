@@ -132,8 +132,8 @@ def request_body(
     """Return the JSON body of a streamed request.
 
     With `logprobs` each token comes with the logarithm of its probability. `strict_openai` leaves out what only vLLM
-    and its kin know. `hand_off` is the JSON of the `kv_transfer_params` that the turn before ended with, sent on byte for
-    byte.
+    and its kin know. `hand_off` is the JSON of the `kv_transfer_params` that the turn before ended with, sent on byte
+    for byte.
     """
     ids: list[int] = prompt.tolist()
     own: dict[str, Any]
