@@ -76,7 +76,7 @@ class Sums:
         return behind[np.arange(len(self.answered)), self.answered]
 
 
-@pytest.mark.rule("KVC-XFER-001", "S2")
+@pytest.mark.rule("KVC-XFER-001")
 @pytest.mark.parametrize(("block", "step"), [(16, 7), (128, 1)])  # of the small ones every seventh: time
 def test_damage_to_any_one_block_of_a_prompt_shows(oracle: CanaryOracle, block: int, step: int) -> None:
     asked, foreign = prompt(1), prompt(2)
