@@ -125,7 +125,7 @@ def comparison_view(cold: RunFolder, shadow: RunFolder, summary: Summary) -> Vie
         reasons=summary.reasons,
         emulated=summary.emulated, sections=_sections(summary),
         comparison=comparison_rows(summary), differences=differences(summary, cold, shadow),
-        published_source=summary.published.source, victims=[_victim_row(v) for v in summary.victims],
+        published_source=summary.published.source, victims=[victim_row(v) for v in summary.victims],
     )  # fmt: skip
 
 
@@ -134,7 +134,8 @@ def _sections(summary: Summary) -> list[tuple[str, str]]:
     return [*first, ("published", "Beside the published"), *SECTIONS]
 
 
-def _victim_row(victim: Victim) -> VictimRow:
+def victim_row(victim: Victim) -> VictimRow:
+    """Return one victim as a row of the page."""
     spreads = (
         victim.cold_recovery_s, victim.shadow_recovery_s, victim.shadow_detection_s, victim.shadow_promotion_s,
         victim.shadow_first_service_s,

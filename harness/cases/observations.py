@@ -88,6 +88,10 @@ class CaseRun:
             raise LookupError(f"{len(found)} calls {label!r} ({leg}) where there should be one")
         return found[0]
 
+    def all_marks(self) -> list[Mark]:
+        """Return every mark, in order."""
+        return list(self._of(Mark))
+
     def marks(self, name: str) -> list[Mark]:
         """Return the marks of this name, in order."""
         return [m for m in self._of(Mark) if m.name == name]

@@ -1,0 +1,1 @@
+"""What is known to fail, one file a system and version."""
