@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from reference_impl.failover.pidfd import ProcessWatch, can_run, read_stat, start_ticks
+from reference_impl.failover.pidfd import ProcessWatch, can_run, read_stat
 
 _PR_SET_CHILD_SUBREAPER = 36
 GONE_LIMIT_S = 10.0
@@ -139,9 +139,9 @@ def in_session(session: int) -> list[Member]:
             continue
         pid = int(entry.name)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            ticks = start_ticks(pid)
-            if ticks is not None and os.getsid(pid) == session:
-                found.append(Member("", pid, ticks))
+            stat = read_stat(pid)
+            if stat is not None and not stat.is_dead and os.getsid(pid) == session:
+                found.append(Member("", pid, stat.start_ticks))
     return found
 
 
