@@ -9,14 +9,32 @@ import altair as alt
 
 from harness.cases.metrics import USAGE
 from harness.cases.observations import CaseRun
+from harness.cases.steps import Mark
 from harness.run_folder import RunFolder
 from reports.figures.style import NARROW, WIDE, Drawing, Panel, axis, data, svg, y_axis
 
 HEIGHT: Final = 150
 MARKS_MAX: Final = 12
-QUIET: Final = {"machine", "poke"}
+QUIET: Final = {"machine", "poke", "end"}
 """Marks that say nothing of the case."""
+APART_SHARE: Final = 0.04
 COLOURS: Final = (("prefill", "var(--shadow)", [1, 0]), ("decode", "var(--cold)", [4, 2]))
+
+
+def _marks(seen: CaseRun) -> list[Mark]:
+    return [mark for mark in seen.all_marks() if mark.name not in QUIET]
+
+
+def _apart(moments: list[float], names: list[str], end: float) -> list[dict[str, Any]]:
+    """Return the marks within the drawing; of those that stand too close to be read, only the first has its name."""
+    found: list[dict[str, Any]] = []
+    named = -end
+    for x, name in zip(moments, names, strict=True):
+        if 0 <= x <= end:
+            free = x - named >= APART_SHARE * end
+            named = x if free else named
+            found.append({"x": x, "text": name if free else ""})
+    return found[:MARKS_MAX]
 
 
 def case_panel(folder: str) -> Panel:
@@ -30,10 +48,7 @@ def case_panel(folder: str) -> Panel:
     begin = min(moments)
     end = (max(moments) - begin) / 1e9
     top = max(0.02, max(v for rows in sampled.values() for _, v in rows) * 1.15)
-    marks = [
-        {"x": (m.t_ns - begin) / 1e9, "text": m.name} for m in seen.all_marks()
-        if m.name not in QUIET and m.t_ns >= begin
-    ][:MARKS_MAX]  # fmt: skip
+    marks = _apart([(m.t_ns - begin) / 1e9 for m in _marks(seen)], [m.name for m in _marks(seen)], end)
 
     def chart(width: int) -> alt.LayerChart:
         look_x = axis(
