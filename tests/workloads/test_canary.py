@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from reference_impl import tokens
 from workloads.canary.forward import Forward, KvCache, log_softmax
-from workloads.canary.model import make_canary
+from workloads.canary.model import canary_folder, make_canary
 from workloads.canary.oracle import TOLERANCE, CanaryOracle
 from workloads.canary.spec import CANARY
 from workloads.canary.weights import canary_weights
@@ -98,7 +98,7 @@ def test_damage_to_any_one_block_of_a_prompt_shows(oracle: CanaryOracle, block: 
             moved = np.abs(sums.logprobs(number, kv) - right).max()
             least[kind] = min(least[kind], float(moved))
     margin = {kind: value / TOLERANCE for kind, value in least.items()}
-    assert min(margin.values()) > (20 if block == 128 else 5), margin
+    assert min(margin.values()) > (60 if block == 128 else 12), margin
 
 
 def test_answers_depend_on_the_prompt_and_do_not_run_in_a_circle(oracle: CanaryOracle) -> None:
@@ -162,6 +162,13 @@ def test_the_folder_is_made_once_whole_and_the_same_everywhere(tmp_path: Path) -
         name: tensor.tolist() for name, tensor in canary_weights(CANARY).items()
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_other_tensors_have_another_folder() -> None:
+    other = msgspec.structs.replace(CANARY, seed=CANARY.seed + 1)
+    assert canary_folder() == canary_folder(CANARY)
+    assert canary_folder(other) != canary_folder()
+    assert canary_folder(msgspec.structs.replace(CANARY, max_positions=1024)) != canary_folder()
 
 
 def test_every_token_reads_as_printable_text(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -20,8 +21,11 @@ _COMPLETE: Final = "config.json"
 
 
 def canary_folder(spec: CanarySpec = CANARY) -> Path:
-    """Return where the canary is kept between runs; another spec has another folder."""
-    return default_weights_dir() / f"canary-{spec.digest}"
+    """Return where the canary is kept between runs. Its name is that of the tensors: others have another folder."""
+    digest = hashlib.blake2b(msgspec.json.encode(config_json(spec)), digest_size=6)
+    for name, tensor in sorted(canary_weights(spec).items()):
+        digest.update(name.encode() + tensor.tobytes())
+    return default_weights_dir() / f"canary-{digest.hexdigest()}"
 
 
 def make_canary(folder: Path, spec: CanarySpec = CANARY) -> Path:

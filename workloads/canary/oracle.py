@@ -19,8 +19,8 @@ from workloads.canary.spec import CanarySpec
 from workloads.rows import RequestRecord
 
 TOLERANCE: Final = 0.001
-"""Of the logarithm of a probability. Rounding on a real server was a fiftieth of it (tests/vllm/test_canary.py); damage
-to any one block of a prompt of 32,000 tokens moves it by twenty times as much (tests/workloads/test_canary.py)."""
+"""Of the logarithm of a probability. Rounding on a real server was a thirtieth of it (tests/vllm/test_canary.py);
+damage to any one block of a prompt of 32,000 tokens moves it by 24 times as much (tests/workloads/test_canary.py)."""
 POSITIONS_AT_ONCE: Final = 256
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Final
 
 import msgspec
@@ -42,11 +41,6 @@ class CanarySpec(msgspec.Struct, frozen=True, kw_only=True):
     down_scale: float = 2.0**-1
     head_scale: float = 0.375
     """Logits have a standard deviation of 3: answers vary, and no token's probability is nearly 1."""
-
-    @property
-    def digest(self) -> str:
-        """A name that another spec does not have."""
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=6).hexdigest()
 
 
 CANARY: Final = CanarySpec()

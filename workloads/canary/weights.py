@@ -1,8 +1,8 @@
 """The canary's weights, made from its spec.
 
-They are random signs times powers of two, so that most of what a server computes is exact in float32, in whatever order
-it adds: embeddings are signs, their norm is 1, queries, keys and values are small multiples of 1/16. What is left of
-rounding, in attention and behind it, is far below what damage to one block does.
+They are random signs times scales of few bits, so that most of what a server computes is exact in float32, in whatever
+order it adds: embeddings are signs, their norm is 1, queries, keys and values are small multiples of 1/16. What is left
+of rounding, in attention and behind it, is far below what damage to one block does.
 
 A token's word has two characters, and so has its embedding two halves: keys are made of the first, values of the
 second. So what is found does not depend on where it is looked for, and since to every second half there is an opposite
