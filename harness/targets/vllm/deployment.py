@@ -193,11 +193,11 @@ class Worker:
         self._started += 1
         name = f"{place.worker_id}-e{self._started}"
         port, side_port = ports
-        filled = {"port": str(port), "side_port": str(side_port)}
+        values = {"port": str(port), "side_port": str(side_port)}
         spec = EngineSpec(
             engine_id=name, worker_id=place.worker_id, role=place.role,
-            command=[_filled(word, filled) for word in place.command],
-            environment={k: _filled(v, filled) for k, v in place.environment.items()} | self._weights(name),
+            command=[filled(word, values) for word in place.command],
+            environment={k: filled(v, values) for k, v in place.environment.items()} | self._weights(name),
             cores=place.cores, niceness=NICENESS, url=f"http://{config.host}:{port}", model=config.model,
             canary=config.canary, canary_answer=config.canary_answer, warm_tokens=config.warm_tokens,
             lock_path=str(Path(config.run_dir, f"{place.worker_id}.lock")),
@@ -381,7 +381,7 @@ class Deployment:
             ) from error
 
 
-def _filled(text: str, values: dict[str, str]) -> str:
+def filled(text: str, values: dict[str, str]) -> str:
     """Return a text with its placeholders filled. Other braces, as JSON has them, stay."""
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", value)

@@ -13,7 +13,7 @@ import numpy as np
 from harness.errors import BadInput
 from harness.targets.deployment import DeploymentTarget
 from harness.targets.vllm.config import Installed, TermKeys, VllmConfig, connector_of
-from harness.targets.vllm.deployment import Place, VllmDeployment
+from harness.targets.vllm.deployment import Place, VllmDeployment, filled
 from reference_impl.deployment import clock_offsets_s
 from reference_impl.rules.routing import Role
 from workloads.canary.model import canary_folder, make_canary
@@ -94,11 +94,11 @@ def _places(config: VllmConfig, installed: Installed, shape: Shape, model: str, 
         command = [installed.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
                    "--served-model-name", MODEL_NAME, "--host", HOST, "--port", "{port}",
                    *_arguments(config, installed, shape, role)]  # fmt: skip
-        environment = {name: _filled(text, values) for name, text in (config.environment | shape.environment).items()}
+        environment = {name: filled(text, values) for name, text in (config.environment | shape.environment).items()}
         places.append(
             Place(
                 worker_id=worker_id, role=role, cores=cores, clock_offset_s=ahead_s, environment=environment,
-                command=[_filled(word, values) for word in command],
+                command=[filled(word, values) for word in command],
                 memory_bytes=MEMORY_BYTES if _shares_weights(config, installed, shape) else 0,
             )
         )  # fmt: skip
@@ -148,10 +148,3 @@ def _cores(workers: int, gpu: bool) -> list[list[int]]:
     if gpu or not share:
         return [[] for _ in range(workers)] if gpu else [[ours[n % len(ours)]] for n in range(workers)]
     return [ours[n * share : (n + 1) * share] for n in range(workers)]
-
-
-def _filled(text: str, values: dict[str, str]) -> str:
-    """Return a text with its placeholders filled. Other braces, as JSON has them, stay."""
-    for name, value in values.items():
-        text = text.replace(f"{{{name}}}", value)
-    return text
