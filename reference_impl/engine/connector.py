@@ -362,6 +362,11 @@ class Connector:
         kept = (*self.producer.leases.blocks, *self._draining.values(), *self._fetches.values())
         return [block for blocks in kept for block in blocks]
 
+    @property
+    def draining(self) -> dict[str, list[int]]:
+        """Destinations of requests that are over, in which a transfer may still land (S6)."""
+        return self._draining
+
     # The step loop's calls.
 
     def poll(self, now_ns: int) -> None:

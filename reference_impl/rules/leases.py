@@ -54,6 +54,11 @@ class LeaseTable:
         return len(self._leases)
 
     @property
+    def held(self) -> dict[str, list[int]]:
+        """The blocks of each live lease by its request; two leases may share some."""
+        return {name: lease.blocks for name, lease in self._leases.items()}
+
+    @property
     def blocks(self) -> list[list[int]]:
         """The blocks of each live lease; two leases may share some."""
         return [lease.blocks for lease in self._leases.values()]

@@ -1,0 +1,1 @@
+"""The fixed cases, chapter by chapter."""
