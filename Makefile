@@ -57,11 +57,15 @@ $(VLLM_READY): requirements-vllm.txt pyproject.toml
 
 demo-vllm: $(READY) $(VLLM_READY) ## The main job and the rules of KV transfer on real vLLM, in out/demo-vllm
 	rm -rf $(OUT)/demo-vllm
-	PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pdproof compare --target vllm --out $(OUT)/demo-vllm/recovery
-	-PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/pdproof conform --target vllm --size full --out $(OUT)/demo-vllm/vllm
-	-$(BIN)/pdproof conform --target reference --out $(OUT)/demo-vllm/reference
-	$(BIN)/pdproof findings $(OUT)/demo-vllm/vllm --reference $(OUT)/demo-vllm/reference \
-		--recovery $(OUT)/demo-vllm/recovery/summary.json --out $(OUT)/demo-vllm
+	@# Whatever a part comes to, the others run: the page is about all of them. Only an interrupt ends the demo.
+	export PDPROOF_VLLM_PYTHON=$(VLLM_PYTHON); out=$(OUT)/demo-vllm; worst=0; \
+	part() { "$$@"; code=$$?; [ $$code != 130 ] || exit 130; last=$$code; }; \
+	part $(BIN)/pdproof compare --target vllm --out $$out/recovery; [ $$last = 0 ] || worst=$$last; \
+	part $(BIN)/pdproof conform --target vllm --size full --out $$out/vllm; \
+	part $(BIN)/pdproof conform --target reference --out $$out/reference; [ $$last = 0 ] || worst=$$last; \
+	part $(BIN)/pdproof findings $$out/vllm --reference $$out/reference --recovery $$out/recovery/summary.json \
+		--out $$out; [ $$last = 0 ] || worst=$$last; \
+	exit $$worst
 
 demo-dynamo: $(READY) $(DYNAMO_READY) ## NVIDIA Dynamo's front end and mockers: a worker killed under load, in out/demo-dynamo
 	PDPROOF_DYNAMO_PYTHON=$(CURDIR)/$(DYNAMO_VENV)/bin/python $(BIN)/pdproof run kill-dynamo --target dynamo --arm cold \

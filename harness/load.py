@@ -15,7 +15,7 @@ from harness.scenario import Load
 from reference_impl.processes import end_child, last_line
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import s_to_ns
-from workloads.rows import PARENT_VARIABLE
+from workloads.rows import ENOUGH, PARENT_VARIABLE
 
 LEAD_S: Final = 3.0
 """Between the child's start and the first scheduled moment: locust takes about two seconds to import."""
@@ -103,6 +103,11 @@ class LocustLoad:
             return 0.0
         longest_s = max(sessions.think_s) / self._time_scale + self._load.request_timeout_s
         return (sessions.turns - 1) * longest_s
+
+    def enough(self) -> None:
+        """Have no more requests start; those that run come to their end."""
+        if self._child is not None and self._child.returncode is None:
+            self._child.send_signal(ENOUGH)
 
     async def stop(self) -> None:
         """End the child if it still runs; it writes its running requests as unknown."""

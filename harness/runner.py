@@ -138,7 +138,8 @@ class _Run:
         drain_s = plan.real_s(scenario.phases[-1].seconds)
         load = LocustLoad(
             load=scenario.load, time_scale=plan.time_scale,
-            load_s=plan.real_s(scenario.load_s), drain_s=drain_s, seed=plan.seed, logprobs=plan.system.logprobs,
+            load_s=plan.real_s(scenario.load_s + scenario.waits_s), drain_s=drain_s, seed=plan.seed,
+            logprobs=plan.system.logprobs,
         )  # fmt: skip
         phases: asyncio.Task[None] | None = None
         loading: asyncio.Task[None] | None = None
@@ -157,6 +158,8 @@ class _Run:
             phases = asyncio.create_task(self._phases(origin_ns))
             driving = {task for task in (loading, operating) if task is not None}
             await _all_or_a_failure(phases, driving)
+            if scenario.waits_s:  # fewer were needed than there might have been
+                load.enough()
             async with self._phase(DRAIN):
                 self._progress.say("drain: waiting for the last answers")
                 await loading
@@ -187,6 +190,8 @@ class _Run:
             for repeat in range(phase.repeats):
                 at_ns += s_to_ns(self._plan.real_s(phase.seconds))
                 name = f"{phase.name} {repeat + 1}" if phase.repeats > 1 else phase.name
+                if phase.fault is not None and phase.fault.when_whole_s:
+                    at_ns += await self._until_whole(name, phase.fault.when_whole_s)
                 async with self._phase(name):
                     self._progress.say(name)
                     if phase.fault is not None:
@@ -284,15 +289,24 @@ class _Run:
     def _say_proof(self, kind: EventKind, fault_id: str, worker_id: str, proof: Evidence) -> None:
         self._writer.events.say(kind, fault_id, worker_id=worker_id, evidence=proof.shown_by, reason=proof.shown_by)
 
-    async def _converge(self) -> None:
-        """Wait until every worker is whole again, within a bound; whether it came to that is for the checks."""
-        self._progress.say("converge: waiting for full redundancy")
+    async def _until_whole(self, name: str, limit_s: float) -> int:
+        """Wait until every worker is whole again, within a bound; return how many ns that took."""
+        begun_ns = now_ns()
+        self._progress.say(f"before {name}: waiting for full redundancy")
+        await self._wait_whole(self._plan.real_s(limit_s))
+        return now_ns() - begun_ns
+
+    async def _wait_whole(self, limit_s: float) -> None:
         wanted = {"active": 1, "standby": 1 if self._plan.arm is Arm.SHADOW else 0}
-        limit_s = CONVERGE_LIMIT_S + self._plan.system.start_s(self._plan)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while not self._whole(wanted):
                     await asyncio.sleep(LOOK_S)
+
+    async def _converge(self) -> None:
+        """Wait until every worker is whole again, within a bound; whether it came to that is for the checks."""
+        self._progress.say("converge: waiting for full redundancy")
+        await self._wait_whole(CONVERGE_LIMIT_S + self._plan.system.start_s(self._plan))
         await self._moves_ended()
         await self._leases_ended()
 

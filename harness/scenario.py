@@ -91,6 +91,9 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     worker: str = ""
     process: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{0,40}$")] = ""
     """kill: which process of an engine that has several (vLLM: api_server, engine_core, worker); "": its only one."""
+    when_whole_s: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
+    """kill: wait until every worker is whole again (it serves, and its shadow is parked), at most so long; 0: strike at
+    the phase's start. The load goes on meanwhile, and all later phases are so much later."""
     seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
     """router_hold: how long each hand-off is kept, at full scale."""
     requests: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
@@ -109,6 +112,8 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"a {self.kind} needs the worker whose process it strikes")
         if self.process and self.kind is not FaultKind.KILL:
             raise ValueError(f"process is of a kill, and this is a {self.kind}")
+        if self.when_whole_s and self.kind is not FaultKind.KILL:
+            raise ValueError(f"when_whole_s is of a kill, and this is a {self.kind}")
         if kill and (self.seconds or self.requests):
             raise ValueError(f"seconds and requests are of a router_hold, and this is a {self.kind}")
         if self.kind is FaultKind.FAIL_POINT:
@@ -249,6 +254,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("load.sessions needs kv.bidirectional_kv_xfer = true: its turns read what decoding left")
         if self.control is not None and self.kv is None:
             raise ValueError("control needs [kv]: a control plane is of block groups that move between engines")
+        if self.control is not None and self.waits_s:
+            raise ValueError("when_whole_s does not go with [control]: its operations have a schedule of their own")
 
     def _check_fault(self, phase: str, fault: FaultSpec) -> None:
         if fault.kind is FaultKind.KILL and fault.worker not in self.worker_ids:
@@ -270,6 +277,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def load_s(self) -> float:
         """Seconds at full scale in which requests arrive."""
         return sum(p.seconds * p.repeats for p in self.phases if p.name != DRAIN)
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds at full scale that faults may wait until the deployment is whole; `load_s` is without them."""
+        return sum(p.fault.when_whole_s * p.repeats for p in self.phases if p.fault)
 
     @property
     def faults(self) -> int:

@@ -17,6 +17,7 @@ import socket
 import sys
 from typing import Any, Final, NoReturn
 
+import gevent
 import gevent.event
 from locust import FastHttpUser, events, task
 from locust.runners import MasterRunner, WorkerRunner
@@ -25,7 +26,7 @@ from reference_impl.processes import die_with_parent
 from workloads import embedded
 from workloads.options import LOOPBACK, LoadOptions, add_options, shard_path
 from workloads.process import USAGE, Alone, CannotStart, Master, Worker, checked_options, probe
-from workloads.rows import PARENT_VARIABLE
+from workloads.rows import ENOUGH, PARENT_VARIABLE
 
 logger = logging.getLogger("pdproof")
 NO_DEPLOYMENT: Final = 6
@@ -75,6 +76,7 @@ class Locustfile:
                 _give_up(str(error), error.code)
             part = Master if isinstance(runner, MasterRunner) else Alone
             self._process = part(environment, self._kind)
+        gevent.signal_handler(ENOUGH, self._process.enough)
         if self._started_early:
             self._process.test_start()
 

@@ -107,6 +107,11 @@ class Process(ABC):
         load.start()
         gevent.spawn(self._follow, load)
 
+    def enough(self) -> None:
+        """Start no more requests; the load ends by itself when those that run have ended."""
+        if self._load is not None:
+            self._load.stop()
+
     def test_stopping(self) -> None:
         """Let the running requests drain, and return when the last row is written."""
         self._told_to_stop = True

@@ -6,6 +6,7 @@ The client appends one `RequestRecord` as a JSON line when a request ends, howev
 from __future__ import annotations
 
 import enum
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import msgspec
 NS_PER_MS = 1e6
 PARENT_VARIABLE = "PDPROOF_PARENT_PID"
 """Environment variable: the process whose death ends the client."""
+ENOUGH = signal.SIGUSR1
+"""Tells the client that no more requests are to start."""
 
 
 class Outcome(enum.StrEnum):

@@ -16,7 +16,7 @@ from harness.cases.terms import Need, PairTerms
 from harness.verdicts import CheckResult
 
 STALL_S: Final = 4.0
-REPLY_LIMIT_S: Final = 30.0
+REPLY_LIMIT_S: Final = 15.0
 _NOTIFIED: Final = frozenset({Need.METRICS, Need.NOTIFICATIONS})
 FAIL_POLICY: Final = PairTerms(load_failure_policy="fail")
 
