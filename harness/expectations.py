@@ -27,14 +27,19 @@ class Kind(enum.StrEnum):
     """It passes and fails; it is run and shown, and does not decide."""
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One expectation. `case` and `check` may hold `*`; `link` leads to the report that was made of it, if any."""
+class Expected(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One expectation. `case` may hold `*`; `link` leads to the report that was made of it, if any."""
 
     case: Annotated[str, msgspec.Meta(min_length=1)]
-    check: Annotated[str, msgspec.Meta(min_length=1)]
     kind: Kind = Kind.FAILING
     reason: Annotated[str, msgspec.Meta(min_length=1)]
     link: str = ""
+
+
+class Known(Expected, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An expectation of one check of a case; `check` may hold `*` as well."""
+
+    check: Annotated[str, msgspec.Meta(min_length=1)]
 
     def fits(self, case: str, check: str) -> bool:
         """Whether it speaks of this check of this case."""
@@ -62,6 +67,7 @@ class Standing(enum.StrEnum):
     FLAKY = "flaky"
     OPEN = "open"
     """It was not judged."""
+    NOT_APPLICABLE = "not applicable"
 
 
 def load_expectations(name: str) -> Expectations:
@@ -85,13 +91,20 @@ def expectations_for(system: str, versions: Iterable[str]) -> Expectations | Non
 def standing(case: str, check: str, verdict: Verdict, known: Expectations | None) -> tuple[Standing, Known | None]:
     """Return how a check's verdict stands, and the expectation that speaks of it."""
     of_it = next((k for k in known.known if k.fits(case, check)), None) if known else None
-    if of_it is not None and of_it.kind is Kind.FLAKY:
-        return Standing.FLAKY, of_it
+    return stands(verdict, of_it), of_it
+
+
+def stands(verdict: Verdict | None, expected: Expected | None) -> Standing:
+    """Return how a verdict stands to the expectation that speaks of it. No verdict: what was asked does not apply."""
+    if verdict is None:
+        return Standing.NOT_APPLICABLE
+    if expected is not None and expected.kind is Kind.FLAKY:
+        return Standing.FLAKY
     if verdict is Verdict.FAIL:
-        return (Standing.NEW, None) if of_it is None else (Standing.KNOWN, of_it)
+        return Standing.NEW if expected is None else Standing.KNOWN
     if verdict is Verdict.PASS:
-        return (Standing.AS_EXPECTED, None) if of_it is None else (Standing.STALE, of_it)
-    return Standing.OPEN, of_it
+        return Standing.AS_EXPECTED if expected is None else Standing.STALE
+    return Standing.OPEN
 
 
 def unmatched(known: Expectations | None, checks: Iterable[tuple[str, str]], cases: Iterable[str]) -> list[Known]:

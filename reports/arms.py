@@ -15,6 +15,7 @@ from reference_impl.rules.events import EventKind
 from reports.memory import Memory, memory_peaks
 from reports.published import DECODE_LIMIT_TOKENS_S, TTFT_LIMIT_S
 from reports.split import back_in_band_s, by_end, by_first_token
+from reports.weights import SharedWeights, shared_weights
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -102,6 +103,8 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory
     at_full_scale: FullScale
     emulated: list[str]
+    weights: list[SharedWeights] = []
+    """How engines share their weights, where they say it."""
 
 
 def summarise_arm(run: RunFolder) -> ArmSummary:
@@ -124,6 +127,7 @@ def summarise_arm(run: RunFolder) -> ArmSummary:
         ttft_ms=ttft, decode_rate_tokens_s=rate,
         ttft_over_limit=_ttft_over(run), decode_under_limit=_decode_under(run), memory=memory_peaks(run),
         at_full_scale=_full_scale(run.manifest.time_scale, spreads, ttft, rate), emulated=list(run.manifest.emulated),
+        weights=shared_weights(run),
     )  # fmt: skip
 
 

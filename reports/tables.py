@@ -10,6 +10,7 @@ from harness.latency import Percentiles, Spread
 from reports import words
 from reports.arms import ArmSummary, OverLimit, RatePercentiles
 from reports.summary import Summary
+from reports.weights import SharedWeights
 
 Say = Callable[[float | None], str]
 
@@ -215,6 +216,18 @@ def memory_rows(arms: list[ArmSummary]) -> list[Row]:
             Cell(words.arm_title(arm.arm), Figure(words.size(getattr(arm.memory, name)), f"{arm.arm}.memory.{name}",
                  getattr(arm.memory, name)), kind=arm.arm) for arm in arms
         ]) for title, note, name in peaks
+    ]  # fmt: skip
+
+
+def weights_rows(shared: list[SharedWeights]) -> list[Row]:
+    """Return a row for each way in which engines of one run hold their weights."""
+    return [
+        Row(", ".join(each.engines), " and ".join(each.roles), [
+            Cell(head, Figure(words.plural(count, "byte"))) for head, count in (
+                ("mapped and shared", each.bytes_mapped), ("of these, with a copy beside", each.bytes_duplicated),
+                ("copied", each.bytes_copied),
+            )
+        ]) for each in shared
     ]  # fmt: skip
 
 

@@ -22,8 +22,17 @@ from reports.kills import NAMES, FaultRow, KillTable, fault_rows, kill_table
 from reports.lead import comparison_lead, run_lead
 from reports.published import WINDOW_S, Published
 from reports.summary import Summary
-from reports.tables import Row, comparison_rows, count_rows, is_emulated, latency_rows, memory_rows
+from reports.tables import (
+    Row,
+    comparison_rows,
+    count_rows,
+    is_emulated,
+    latency_rows,
+    memory_rows,
+    weights_rows,
+)
 from reports.victims import Victim
+from reports.weights import SharedWeights
 
 SECTIONS = [
     ("recovery", "Recovery"), ("ttft", "TTFT"), ("decode", "Decode rate"), ("limits", "Limits"), ("memory", "Memory"),
@@ -83,6 +92,14 @@ class RunFacts(msgspec.Struct, frozen=True):
     configuration: str
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """How the engines of one run share their weights: in a sentence where all are alike, else in rows."""
+
+    title: str
+    text: str
+    rows: list[Row]
+
+
 class VictimRow(msgspec.Struct, frozen=True):
     """The kills of one process, as a row: title, how many in each arm, and each figure with its range."""
 
@@ -103,6 +120,7 @@ class View(RunHead, frozen=True, kw_only=True):
     memory: list[Panel]
     limits: list[Limit]
     memory_rows: list[Row]
+    weights: list[Weights]
     latency_rows: list[Row]
     count_rows: list[Row]
     kill_names: list[str]
@@ -168,7 +186,8 @@ def _view(runs: list[RunFolder], arms: list[ArmSummary], published: Published | 
         sources=[run.manifest.run_id for run in runs], sections=SECTIONS,
         window=words.given(words.duration(WINDOW_S / manifest.time_scale)), phases=phases(runs), ttft=ttft_panels(runs),
         decode=decode_panels(runs), throughput=throughput_panels(runs), memory=memory_panels(runs),
-        limits=_limits(arms, published), memory_rows=memory_rows(arms), latency_rows=latency_rows(arms),
+        limits=_limits(arms, published), memory_rows=memory_rows(arms),
+        weights=[weights_of(arm) for arm in arms if arm.weights], latency_rows=latency_rows(arms),
         count_rows=count_rows(arms), kill_names=[title for title, _ in NAMES],
         kills=[kill_table(run, a) for run, a in zip(runs, arms, strict=True)],
         checks=[Checks(words.arm_title(run.manifest.arm), run.verdicts) for run in runs],
@@ -200,6 +219,25 @@ def _limit_bar(arm: ArmSummary, name: str, published: Published | None) -> Limit
         open_percent=100 * (value.over + value.undetermined) / whole, text=words.share(value.over, value.n),
         share=words.percent(value.over, value.n), published=theirs,
     )  # fmt: skip
+
+
+def weights_of(arm: ArmSummary) -> Weights:
+    """Return how the engines of a run, which must have said it, share their weights."""
+    title = words.arm_title(arm.arm)
+    if len(arm.weights) == 1:
+        return Weights(title, _weights_sentence(arm.weights[0]), [])
+    text = "What each engine maps from the memory service is shared by all engines of its worker."
+    return Weights(title, text, weights_rows(arm.weights))
+
+
+def _weights_sentence(alike: SharedWeights) -> str:
+    mapped, copied = words.plural(alike.bytes_mapped, "byte"), words.plural(alike.bytes_copied, "byte")
+    twice = f" ({words.plural(alike.bytes_duplicated, 'byte')} of them with a private copy beside)"
+    return (
+        f"Weights: {mapped} mapped from the memory service and shared by all engines of a worker"
+        f"{twice if alike.bytes_duplicated else ''}, {copied} copied by each. So said "
+        f"{words.plural(len(alike.engines), 'engine')}."
+    )
 
 
 def client_errors(run: RunFolder) -> list[ErrorCount]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from harness.words import counted
 from reference_impl.rules.events import Scalar
 
 NONE = "–"
@@ -110,6 +111,6 @@ def arm_colour(arm: str) -> str:
     return "var(--cold)" if arm == "cold" else "var(--shadow)"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return 1 kill, 3 kills."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def plural(count: int, noun: str, many: str = "") -> str:
+    """Return 1 kill, 3 kills; 1 crash, 3 crashes, if `many` says so."""
+    return counted(count, noun, many)

@@ -76,7 +76,8 @@ class Locustfile:
                 _give_up(str(error), error.code)
             part = Master if isinstance(runner, MasterRunner) else Alone
             self._process = part(environment, self._kind)
-        gevent.signal_handler(ENOUGH, self._process.enough)
+        if not isinstance(self._process, Master):
+            gevent.signal_handler(ENOUGH, self._process.enough)
         if self._started_early:
             self._process.test_start()
 

@@ -9,12 +9,13 @@ from faults.nixl.orders import Action, What
 from harness.cases.case import Case, Twin
 from harness.cases.leases import queued, silent_as_policy
 from harness.cases.metrics import EXPIRED, FAILED_NOTIFICATIONS, RUNNING
-from harness.cases.observations import CaseRun, ended, told
+from harness.cases.observations import CaseRun, told
 from harness.cases.release import LONG_ANSWER_TOKENS
 from harness.cases.sabotage import NOTIFICATIONS, WRONG_TOKEN
 from harness.cases.stage import Stage
 from harness.cases.terms import Need
 from harness.verdicts import CheckResult
+from harness.words import counted
 
 HEARTBEATS_FAILED: Final = ("pdproof:heartbeats_failed_total", FAILED_NOTIFICATIONS)
 _PROCESSES: Final = frozenset({Need.METRICS, Need.PROCESSES, Need.RESTART})
@@ -46,8 +47,8 @@ def _old_life_is_over(seen: CaseRun) -> CheckResult:
         "old",
         "Nothing of a dead writer is read, and who asks for it gets what the policy says",
         ["KVC-HSK-003", "S5", "R2", "L3"],
-        [] if good else [f"it did not: {ended(call)}"],
-        ended(call),
+        [] if good else [f"the policy is {seen.terms.load_failure_policy!r}"],
+        seen.ended(call),
     )
 
 
@@ -57,7 +58,7 @@ def _new_life_serves(seen: CaseRun) -> CheckResult:
     bad = [c for c in calls if not seen.right(c)]
     old = {(c.returned or {}).get("remote_engine_id") for c in seen.calls("old-life", "prefill")}
     new = {(c.returned or {}).get("remote_engine_id") for c in seen.calls("new-life", "prefill")}
-    problems = [ended(c) for c in bad]
+    problems = [seen.ended(c) for c in bad]
     problems += ["its hand-offs bear the name of its former life"] if old & new else []
     problems += [] if len(calls) == 2 else ["a request never got to the decode side"]
     return told(
@@ -65,7 +66,7 @@ def _new_life_serves(seen: CaseRun) -> CheckResult:
         "A writer that was restarted is recognised as new, and read from",
         ["KVC-HSK-003", "S5"],
         problems,
-        f"{len(calls)} requests; it was {', '.join(map(str, old))} and is {', '.join(map(str, new))}",
+        f"{counted(len(calls), 'request')}; it was {', '.join(map(str, old))} and is {', '.join(map(str, new))}",
     )
 
 
@@ -78,7 +79,7 @@ def _lost_heartbeats_show(seen: CaseRun) -> CheckResult:
         "A heartbeat that cannot be sent is counted",
         ["KVC-HB-008", "O2"],
         [] if grown is None or max(both) > 0 else ["none is counted, although the writer was dead"],
-        f"{max(both):g} are counted",
+        f"{counted(max(both), 'is', 'are')} counted",
         unknown="" if grown is not None else "there is no such counter",
     )
 
@@ -119,14 +120,14 @@ async def _d_restart(stage: Stage) -> None:
 def _served_again(seen: CaseRun) -> CheckResult:
     """Fail if a restarted reader does not get KV again, or only after the writer was touched."""
     calls = seen.calls("behind", "decode")
-    problems = [ended(c) for c in calls if not seen.right(c)]
+    problems = [seen.ended(c) for c in calls if not seen.right(c)]
     problems += [] if len(calls) == 2 else ["a request never got to the decode side"]
     late = seen.call("waits")
-    problems += [] if seen.right(late) or seen.refused(late) else [f"what waited for it: {ended(late)}"]
+    problems += [] if seen.right(late) or seen.refused(late) else [f"what waited for it: {seen.ended(late)}"]
     writer = seen.marks("writer")[-1].detail
     problems += ["the writer is another as well"] if writer["before"] != writer["after"] else []
     return told("again", "A reader that was restarted is served again, and the writer was not touched", ["KVC-HSK-004"],
-                problems, f"{ended(late)}; {len(calls)} requests behind it")  # fmt: skip
+                problems, f"{seen.ended(late)}; {counted(len(calls), 'request')} behind it")  # fmt: skip
 
 
 def _cut_are_told(seen: CaseRun) -> CheckResult:
@@ -135,13 +136,15 @@ def _cut_are_told(seen: CaseRun) -> CheckResult:
     waits = [(c.end_ns - killed) / 1e9 for c in seen.calls("cut", "decode")]
     problems = [f"a client waited for {max(waits):.0f} s"] if waits and max(waits) > 10 else []
     lost = [c for c in seen.calls("cut", "decode") if c.ok and c.output_tokens != c.max_tokens]
-    problems += [f"{len(lost)} answers that are called whole lack tokens"] if lost else []
+    if lost:
+        one, many = "answer that is called whole lacks tokens", "answers that are called whole lack tokens"
+        problems.append(counted(len(lost), one, many))
     return told(
         "told",
         "Requests in flight at the crash end in an error, and do not hang",
         ["KVC-ROUT-002", "L3"],
         problems,
-        f"{len(waits)} clients were told within {max(waits, default=0.0):.1f} s",
+        f"{counted(len(waits), 'client was', 'clients were')} told within {max(waits, default=0.0):.1f} s",
         unknown="" if waits else "no request was under way",
     )
 
@@ -174,13 +177,13 @@ async def _failed_handshake(stage: Stage) -> None:
 def _handshake_is_tried_again(seen: CaseRun) -> CheckResult:
     """Fail if one failed handshake breaks more than the request that waited for it."""
     first, second = seen.call("first"), seen.call("second")
-    problems = [] if seen.right(first) or seen.as_policy_says(first) else [f"what waited for it: {ended(first)}"]
-    problems += [] if seen.right(second) else [f"the next one: {ended(second)}"]
+    problems = [] if seen.right(first) or seen.as_policy_says(first) else [f"what waited for it: {seen.ended(first)}"]
+    problems += [] if seen.right(second) else [f"the next one: {seen.ended(second)}"]
     expired = seen.grown(seen.p, EXPIRED) or 0  # the first one's may have: nobody could say that it was not needed
     read = seen.freed_ns("released", seen.p) and expired <= 1
     problems += [] if read else ["the next one's blocks were not read: the peer was not met"]
     return told("again", "A failed handshake fails what waits for it, and is tried again", ["KVC-HSK-002", "R2", "L3"],
-                problems, f"{ended(first)}; {ended(second)}")  # fmt: skip
+                problems, f"{seen.ended(first)}; {seen.ended(second)}")  # fmt: skip
 
 
 async def _never_met(stage: Stage) -> None:

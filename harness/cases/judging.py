@@ -8,7 +8,7 @@ import msgspec
 
 from harness.cases.case import Case, Judge
 from harness.cases.metrics import USAGE
-from harness.cases.observations import CaseRun, ended, told
+from harness.cases.observations import CaseRun, told
 from harness.cases.registry import CASES
 from harness.errors import BadRunFolder
 from harness.run_folder import RunFolder
@@ -90,7 +90,9 @@ def servers_serve_afterwards(seen: CaseRun) -> CheckResult:
     if last is None:
         return told("serves-after", title, rules, ["no request could be sent any more"], "")
     good = last.leg == "decode" and seen.right(last)
-    return told("serves-after", title, rules, [] if good else [f"a normal request failed: {ended(last)}"], ended(last))
+    return told(
+        "serves-after", title, rules, [] if good else [f"a normal request failed: {seen.ended(last)}"], seen.ended(last)
+    )
 
 
 def blocks_return(seen: CaseRun) -> CheckResult:

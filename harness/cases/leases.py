@@ -9,12 +9,13 @@ from faults.nixl.orders import Action, Kind
 from harness.cases.case import Case, Hindered
 from harness.cases.client import Reply
 from harness.cases.metrics import EXPIRED, LATE, USAGE
-from harness.cases.observations import KV_LINE, STEP_S, CaseRun, ended, told
+from harness.cases.observations import KV_LINE, STEP_S, CaseRun, told
 from harness.cases.sabotage import WRONG_TOKEN, heartbeats_end, long_lease, no_heartbeats, single_timeout
 from harness.cases.stage import Stage
 from harness.cases.steps import Call
 from harness.cases.terms import Need, PairTerms, Pool
 from harness.verdicts import CheckResult
+from harness.words import counted
 
 QUEUED: Final = 4
 SETTLE_S: Final = 0.5
@@ -53,7 +54,8 @@ def waited(seen: CaseRun) -> str:
     """Return why the queued requests cannot have waited as they should, "" if they did."""
     freed = seen.moment("slots-freed")
     early = [c for c in _queued_calls(seen) if c.ok and c.first_ns and c.first_ns < freed]
-    return f"{len(early)} requests were served while the slots were taken" if early else ""
+    text = counted(len(early), "request was", "requests were")
+    return f"{text} served while the slots were taken" if early else ""
 
 
 # -- abandoned ------------------------------------------------------------------------------------------------------
@@ -116,9 +118,10 @@ def idle_expiry(seen: CaseRun) -> CheckResult:
 def expired_once(seen: CaseRun) -> CheckResult:
     """Fail if one expiry is not counted as one."""
     grown = seen.grown(seen.p, EXPIRED)
-    problems = [] if grown in (1, None) else [f"{grown:g} expiries are counted, where one lease ran out"]
-    return told("counted", "An expiry is counted once", ["KVC-LEASE-005", "O1"], problems,
-                f"{EXPIRED} grew by {grown}", unknown="there is no such counter" if grown is None else "")  # fmt: skip
+    text = f"{counted(grown, 'expiry', 'expiries')} ({EXPIRED})"
+    problems = [] if grown in (1, None) else [f"{text}, where one lease ran out"]
+    return told("counted", "An expiry is counted once", ["KVC-LEASE-005", "O1"], problems, text,
+                unknown="there is no such counter" if grown is None else "")  # fmt: skip
 
 
 ABANDONED: Final = Case(
@@ -154,7 +157,7 @@ def leases_held_while_queued(seen: CaseRun) -> CheckResult:
     looks = seen.looks("waiting", seen.p)
     base, held = seen.usage("baseline", seen.p), seen.usage("held", seen.p)
     least = min((k.values[USAGE] for k in looks), default=0.0)
-    problems = [f"{grown:g} leases ran out"] if grown else []
+    problems = [counted(grown, "lease ran out", "leases ran out")] if grown else []
     problems += ["some blocks were already free"] if least < base + 0.8 * (held - base) else []
     span = (looks[-1].t_ns - looks[0].t_ns) / 1e9 if looks else 0.0
     return told(
@@ -162,8 +165,8 @@ def leases_held_while_queued(seen: CaseRun) -> CheckResult:
         "A reader that is alive and queued keeps its lease",
         ["KVC-LEASE-010", "L2"],
         problems,
-        f"{len(_queued_calls(seen))} requests waited for {span / seen.terms.lease_s:.1f} lease lengths, with at least "
-        f"{least:.2%} of the blocks in use ({held:.2%} at first)",
+        f"{counted(len(_queued_calls(seen)), 'request')} waited for {span / seen.terms.lease_s:.1f} lease lengths, "
+        f"with at least {least:.2%} of the blocks in use ({held:.2%} at first)",
         unknown=waited(seen),
         leases=span / seen.terms.lease_s,
     )
@@ -177,8 +180,8 @@ def queued_are_answered(seen: CaseRun) -> CheckResult:
         "answered",
         "What waited is answered rightly",
         ["KVC-XFER-001", "L2", "L3"],
-        [f"{len(bad)} of {len(calls)} were not: {ended(bad[0])}"] if bad else [],
-        f"{len(calls)} whole answers",
+        [f"of {len(calls)}, {counted(len(bad), 'was', 'were')} not: {seen.ended(bad[0])}"] if bad else [],
+        counted(len(calls) - len(bad), "whole answer"),
     )
 
 
@@ -236,10 +239,10 @@ def _only_one_expires(seen: CaseRun) -> CheckResult:
     """Fail if the silent lease stands on, or takes the other with it."""
     grown = seen.grown(seen.p, EXPIRED, until="later")
     other = seen.call("queued-0")
-    problems = [] if grown in (1, None) else [f"{grown:g} leases ran out, where one had no heartbeats"]
-    problems += [] if seen.right(other) else [f"the one whose heartbeats came: {ended(other)}"]
+    problems = [] if grown in (1, None) else [f"{counted(grown, 'lease')} ran out, where one had no heartbeats"]
+    problems += [] if seen.right(other) else [f"the one whose heartbeats came: {seen.ended(other)}"]
     return told("one-expires", "A lease that nobody renews ends, whatever others do", ["L1", "L6", "KVC-LEASE-005"],
-                problems, f"{grown} expired; {ended(other)}", unknown=waited(seen) or
+                problems, f"{counted(grown, 'expiry', 'expiries')}; {seen.ended(other)}", unknown=waited(seen) or
                 ("there is no counter of expiries" if grown is None else ""))  # fmt: skip
 
 
@@ -248,10 +251,12 @@ def silent_as_policy(seen: CaseRun) -> CheckResult:
     calls = seen.calls("silent", "decode") or _queued_calls(seen)
     bad = [c for c in calls if not (seen.right(c) or seen.refused(c))]
     wrong_end = [c for c in calls if not seen.as_policy_says(c)]
-    problems = [f"{ended(c)}: a wrong answer, or none" for c in bad]
-    problems += [f"{ended(c)}, where the policy is {seen.terms.load_failure_policy}" for c in wrong_end if c not in bad]
+    problems = [seen.ended(c) for c in bad]
+    problems += [
+        f"{seen.ended(c)}, where the policy is {seen.terms.load_failure_policy}" for c in wrong_end if c not in bad
+    ]
     return told("late-reader", "Who comes too late notices, and the failure policy is applied", ["S2", "R2", "L3"],
-                problems, "; ".join(map(ended, calls)))  # fmt: skip
+                problems, "; ".join(map(seen.ended, calls)))  # fmt: skip
 
 
 def _all_expire(seen: CaseRun) -> CheckResult:
@@ -329,8 +334,8 @@ def _late_but_right(seen: CaseRun) -> CheckResult:
         "outcome",
         "A hand-off that came after its lease gives an error or a right answer",
         ["KVC-LEASE-011", "S2"],
-        [] if good else ["the answer is wrong, or none came"],
-        ended(call),
+        [] if good else [seen.ended(call)],
+        seen.ended(call),
         unknown=_still_leased(seen),
     )
 
@@ -338,7 +343,8 @@ def _late_but_right(seen: CaseRun) -> CheckResult:
 def _late_is_visible(seen: CaseRun) -> CheckResult:
     """Fail if nothing counts that a lease ran out, and that somebody came for it afterwards."""
     expired, late = seen.grown(seen.p, EXPIRED), seen.grown(seen.p, *LATE)
-    problems = [] if expired in (1, None) else [f"{expired:g} expiries are counted, where one lease ran out"]
+    text = counted(expired, "expiry", "expiries")
+    problems = [] if expired in (1, None) else [f"{text}, where one lease ran out"]
     problems += [] if late is None or late >= 1 else ["no read after expiry is counted"]
     unknown = "there are no such counters" if expired is None or late is None else ""
     return told(
@@ -346,7 +352,7 @@ def _late_is_visible(seen: CaseRun) -> CheckResult:
         "An expiry, and a read that comes after it, are counted",
         ["KVC-OBS-001", "O1", "O2"],
         problems,
-        f"{expired} expiries, {late} late reads",
+        f"{text}, {counted(late, 'late read')}",
         unknown=unknown,
     )
 
@@ -402,8 +408,9 @@ def _busy_holder_keeps(seen: CaseRun) -> CheckResult:
     longs = [c for c in seen.calls("long") if c.ok]
     longest = max((c.seconds for c in longs), default=0.0)
     return told("leases-kept", "Long prefills at the holder cost no lease", ["KVC-LEASE-010", "L2", "L6"],
-                [f"{grown:g} leases ran out"] if grown else [],
-                f"{len(longs)} prefills of 24,000 tokens, the longest {longest:.1f} s; {grown} leases ran out",
+                [counted(grown, "lease ran out", "leases ran out")] if grown else [],
+                f"{counted(len(longs), 'prefill')} of 24,000 tokens, the longest {longest:.1f} s; "
+                f"{counted(grown, 'lease')} ran out",
                 unknown=_was_busy(seen) or waited(seen))  # fmt: skip
 
 
@@ -485,8 +492,8 @@ def _clients_are_told(seen: CaseRun) -> CheckResult:
     waits = [(c.end_ns - killed) / 1e9 for c in _queued_calls(seen)]
     late = [w for w in waits if w > 10.0]
     return told("told", "Requests in flight at the crash end in an error, and do not hang", ["KVC-ROUT-002", "L3"],
-                [f"{len(late)} clients waited up to {max(late):.0f} s"] if late else [],
-                f"{len(waits)} clients were told within {max(waits):.1f} s")  # fmt: skip
+                [f"{counted(len(late), 'client')} waited up to {max(late):.0f} s"] if late else [],
+                f"{counted(len(waits), 'client was', 'clients were')} told within {max(waits):.1f} s")  # fmt: skip
 
 
 D_CRASH: Final = Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import re
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from harness.cases.terms import SIZES, PairTerms, Size, spare_share
 from harness.errors import BadRunFolder
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import Scalar
+from workloads.rows import Outcome
 
 S = TypeVar("S", Mark, Call, Look, Line)
 REQUIRED_FIELDS: Final = (
@@ -27,6 +30,17 @@ REQUIRED_FIELDS: Final = (
 STEP_S: Final = 1.5
 """What a server may take on a busy machine to act on what it knows, and a look to find out."""
 KV_LINE: Final = r"Releasing expired KV blocks for request|Declining expired remote read"
+
+
+class Came(enum.StrEnum):
+    """What came of a call."""
+
+    RIGHT = "the right answer"
+    UNCHECKED = "an answer"  # that nobody can hold against the right one, or one without tokens
+    WRONG = "a wrong answer"
+    BEGUN_WRONG = "the beginning of a wrong answer"
+    ERROR = "an error"  # that the client was told
+    NONE = "no answer"
 
 
 class CaseRun:
@@ -164,13 +178,30 @@ class CaseRun:
             for name, ok in zip(rows.request_id, rows.content_ok.astype(object), strict=True)
         }
 
+    def came(self, call: Call) -> Came:
+        """Return what came of a call. A stream that began well and has no end within the limit is no answer."""
+        right = self.content.get(call.request_id)
+        if call.ok:
+            return Came.WRONG if right is False else Came.RIGHT if right else Came.UNCHECKED
+        if right is False:
+            return Came.BEGUN_WRONG
+        return Came.ERROR if call.status > 0 and call.outcome == Outcome.FAIL else Came.NONE
+
     def right(self, call: Call) -> bool:
         """Whether a call ended in a whole answer, and it is not known to be wrong."""
-        return call.ok and self.content.get(call.request_id) is not False
+        return self.came(call) in (Came.RIGHT, Came.UNCHECKED)
 
     def refused(self, call: Call) -> bool:
-        """Whether a call ended in an error that the server told, and no token of it was wrong."""
-        return not call.ok and call.status > 0 and self.content.get(call.request_id) is not False
+        """Whether a call ended in an error that the client was told, and no token of it was wrong."""
+        return self.came(call) is Came.ERROR
+
+    def ended(self, call: Call) -> str:
+        """Return in a few words how a call ended: what came of it, unless it was right, and after how long."""
+        came = self.came(call)
+        if call.ok:
+            wrong = f"{came}, " if came is Came.WRONG else ""
+            return f"{call.label}: {wrong}{counted(call.output_tokens, 'token')} after {call.seconds:.2f} s"
+        return f"{call.label}: {came} ({call.error or call.outcome}) after {call.seconds:.2f} s"
 
     def as_policy_says(self, call: Call) -> bool:
         """Whether a request whose KV could not be loaded ended as the policy says (R2): recomputed, or an error."""
@@ -192,12 +223,6 @@ def told(
 ) -> CheckResult:  # fmt: skip
     """Return a verdict: `fail` with the problems if there are any, `inconclusive` with `unknown` if that is set."""
     verdict = Verdict.FAIL if problems else Verdict.INCONCLUSIVE if unknown else Verdict.PASS
-    text = "; ".join([*problems, *([unknown] if unknown and not problems else []), *([found] if found else [])])
+    parts = [*problems, *([unknown] if unknown and not problems else []), *(found.split("; ") if found else [])]
+    text = "; ".join(dict.fromkeys(parts))  # what is a problem is often found as well: it is said once
     return CheckResult(check=check, title=title, rules=rules, verdict=verdict, found=text, evidence=evidence)
-
-
-def ended(call: Call) -> str:
-    """Return in a few words how a call ended."""
-    if call.ok:
-        return f"{call.label}: {call.output_tokens} tokens after {call.seconds:.2f} s"
-    return f"{call.label}: {call.error or call.outcome} after {call.seconds:.2f} s"

@@ -9,11 +9,12 @@ from faults.nixl.orders import Action, Direction, Kind
 from harness.cases.case import Case, Twin
 from harness.cases.leases import fill, idle_expiry, queued, waited
 from harness.cases.metrics import EXPIRED, FAILED_TRANSFERS, LATE, RUNNING
-from harness.cases.observations import REQUIRED_FIELDS, STEP_S, CaseRun, ended, told
+from harness.cases.observations import REQUIRED_FIELDS, STEP_S, CaseRun, told
 from harness.cases.sabotage import WRONG_TOKEN, deaf_hop, long_lease, no_completions
 from harness.cases.stage import Stage
 from harness.cases.terms import Need, PairTerms, Pool
 from harness.verdicts import CheckResult
+from harness.words import counted
 
 REQUESTS: Final = 3
 WATCHED_TOKENS: Final = 16
@@ -47,13 +48,13 @@ def _hand_off_is_complete(seen: CaseRun) -> CheckResult:
     for call in legs:
         lacking = [name for name in REQUIRED_FIELDS if (call.returned or {}).get(name) in (None, [], "")]
         if not call.ok or lacking:
-            problems.append(f"{ended(call)}; its hand-off lacks {', '.join(lacking) or 'nothing'}")
+            problems.append(f"{seen.ended(call)}; its hand-off lacks {', '.join(lacking) or 'nothing'}")
     if not seen.holds("held", seen.p):
         problems.append("no block is held for the reader")
     return told(
         "hand-off", "A prefill keeps its blocks and gives a complete hand-off", ["KVC-LEASE-001"], problems[:3],
-        f"{len(legs)} hand-offs; with one outstanding, {seen.usage('held', seen.p):.2%} of the blocks are in use, "
-        f"{seen.usage('baseline', seen.p):.2%} before",
+        f"{counted(len(legs), 'hand-off')}; with one outstanding, {seen.usage('held', seen.p):.2%} of the blocks are "
+        f"in use, {seen.usage('baseline', seen.p):.2%} before",
     )  # fmt: skip
 
 
@@ -113,7 +114,8 @@ def _all_right(seen: CaseRun) -> CheckResult:
     calls = seen.calls(leg="decode")
     bad = [c for c in calls if not seen.right(c)]
     return told("answered", "Every undisturbed request is answered rightly", ["KVC-XFER-001", "L3"],
-                [f"{len(bad)} were not: {ended(bad[0])}"] if bad else [], f"{len(calls)} whole answers")  # fmt: skip
+                [f"{counted(len(bad), 'was', 'were')} not: {seen.ended(bad[0])}"] if bad else [],
+                counted(len(calls) - len(bad), "whole answer"))  # fmt: skip
 
 
 UNDISTURBED: Final = Case(
@@ -144,7 +146,7 @@ def _refusal_frees(seen: CaseRun) -> CheckResult:
                             seen.moment("refused"), "the refusal")  # fmt: skip
     if 400 <= call.status < 500:
         return result
-    return told("released", result.title, result.rules, [], ended(call), unknown="the request was not refused")
+    return told("released", result.title, result.rules, [], seen.ended(call), unknown="the request was not refused")
 
 
 REJECTED: Final = Case(
@@ -213,7 +215,8 @@ def _abort_frees_both(seen: CaseRun) -> CheckResult:
         if took is None or took > 2 * STEP_S:
             problems.append(f"{worker} kept what nobody wanted")
     grown = seen.grown(seen.p, EXPIRED)
-    problems += [f"{grown:g} leases ran out: a prefill that was broken off was kept for a reader"] if grown else []
+    if grown:
+        problems.append(f"{counted(grown, 'lease')} ran out: a prefill that was broken off was kept for a reader")
     unknown = "" if len(cut) == 2 or problems else "an answer had come before its client left"
     return told("freed", title, rules, problems, "; ".join(figures), unknown=unknown)
 
@@ -232,7 +235,7 @@ def _nothing_is_kept(seen: CaseRun) -> CheckResult:
     took = (freed - seen.moment("answered")) / 1e9 if freed else None
     problems = ["it returned a hand-off"] if (call.returned or {}).get("remote_block_ids") else []
     problems += ["its blocks were kept"] if took is None or took > STEP_S else []
-    problems += [ended(call)] if not seen.right(call) else []
+    problems += [seen.ended(call)] if not seen.right(call) else []
     return told("freed", "A prefill that is for nobody else keeps nothing", ["KVC-LEASE-002"], problems,
                 f"free {took:.2f} s after the answer" if took is not None else "never seen free")  # fmt: skip
 
@@ -283,8 +286,8 @@ def _hit_is_right(seen: CaseRun) -> CheckResult:
     """Fail if an answer made from the reader's cache is not the right one."""
     calls = [seen.call("first"), seen.call("again")]
     bad = [c for c in calls if not seen.right(c)]
-    return told("answered", "An answer from the cache is the right one", ["KVC-XFER-001"], [ended(c) for c in bad],
-                "; ".join(map(ended, calls)))  # fmt: skip
+    return told("answered", "An answer from the cache is the right one", ["KVC-XFER-001"], [seen.ended(c) for c in bad],
+                "; ".join(map(seen.ended, calls)))  # fmt: skip
 
 
 LOCAL_HIT: Final = Case(
@@ -318,11 +321,11 @@ def _lost_is_made_good(seen: CaseRun) -> CheckResult:
     answer = seen.call("unheard")
     if freed is None:
         return told(
-            "released", title, rules, ["the blocks were still held when the lease must have ended"], ended(answer)
+            "released", title, rules, ["the blocks were still held when the lease must have ended"], seen.ended(answer)
         )
-    problems = [] if seen.right(answer) else [f"the request itself: {ended(answer)}"]
+    problems = [] if seen.right(answer) else [f"the request itself: {seen.ended(answer)}"]
     return told("released", title, rules, problems, f"free when looked at, {(freed - answer.end_ns) / 1e9:.1f} s "
-                f"after the answer's end; {seen.grown(seen.p, EXPIRED)} expiries are counted")  # fmt: skip
+                f"after the answer's end; {counted(seen.grown(seen.p, EXPIRED), 'expiry', 'expiries')}")  # fmt: skip
 
 
 LOST_COMPLETION: Final = Case(
@@ -349,16 +352,17 @@ def _repeat_is_harmless(seen: CaseRun) -> CheckResult:
     """Fail if a completion that comes twice ends another lease, or breaks a request."""
     calls = seen.calls(leg="decode")
     bad = [c for c in calls if not seen.right(c)]
-    problems = [ended(c) for c in bad]
+    problems = [seen.ended(c) for c in bad]
     problems += [] if seen.holds("beside", seen.p) else ["another request's blocks were freed as well"]
     grown = seen.grown(seen.p, EXPIRED)
-    problems += [f"{grown:g} leases ran out"] if grown else []
+    problems += [counted(grown, "lease ran out", "leases ran out")] if grown else []
     return told(
         "harmless",
         "A completion that comes twice changes nothing",
         ["S4", "KVC-REL-004"],
         problems,
-        f"{len(calls)} whole answers; beside them a lease on {seen.usage('beside', seen.p):.2%} stood",
+        f"{counted(len(calls) - len(bad), 'whole answer')}; beside them a lease on {seen.usage('beside', seen.p):.2%} "
+        "stood",
     )
 
 
@@ -391,11 +395,11 @@ async def _damaged(stage: Stage) -> None:
 def _damage_is_contained(seen: CaseRun) -> CheckResult:
     """Fail if a damaged notification breaks more than what it was about."""
     behind, own = seen.call("behind"), seen.call("damaged")
-    problems = [f"the request behind it: {ended(c)}" for c in (behind,) if not seen.right(c)]
-    problems += [] if seen.right(own) else [f"the request itself: {ended(own)}"]
+    problems = [f"the request behind it: {seen.ended(c)}" for c in (behind,) if not seen.right(c)]
+    problems += [] if seen.right(own) else [f"the request itself: {seen.ended(own)}"]
     problems += [] if seen.freed_ns("released", seen.p) else ["its blocks are still held after the lease"]
     return told("contained", "A damaged notification is dropped, and the loop goes on", ["KVC-REL-006", "L6", "L1"],
-                problems, f"{ended(own)}; {ended(behind)}")  # fmt: skip
+                problems, f"{seen.ended(own)}; {seen.ended(behind)}")  # fmt: skip
 
 
 DAMAGED: Final = Case(
@@ -421,7 +425,7 @@ def _stale_is_noticed(seen: CaseRun) -> CheckResult:
     call = seen.call("stale")
     good = seen.right(call) or seen.refused(call)
     return told("stale", "A used hand-off gives an error or a right answer", ["KVC-REL-007", "S2", "S5"],
-                [] if good else ["the answer is wrong, or none came"], ended(call))  # fmt: skip
+                [] if good else [seen.ended(call)], seen.ended(call))  # fmt: skip
 
 
 STALE: Final = Case(
@@ -449,8 +453,8 @@ def _foreign_is_noticed(seen: CaseRun) -> CheckResult:
         "foreign",
         "A hand-off that is another's gives an error or a right answer",
         ["KVC-XFER-005", "S2", "C1"],
-        [f"{ended(c)}: a wrong answer, or none" for c in bad],
-        "; ".join(map(ended, calls)),
+        [seen.ended(c) for c in bad],
+        "; ".join(map(seen.ended, calls)),
     )
 
 

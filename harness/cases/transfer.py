@@ -9,11 +9,12 @@ from faults.nixl.orders import Action, What
 from harness.cases.case import Case, Drive, Twin
 from harness.cases.client import Params, Reply
 from harness.cases.metrics import FAILED_TRANSFERS
-from harness.cases.observations import STEP_S, CaseRun, ended, told
+from harness.cases.observations import STEP_S, CaseRun, told
 from harness.cases.sabotage import NOTIFICATIONS, WRONG_TOKEN, hop_alters, other_terms
 from harness.cases.stage import Stage
 from harness.cases.terms import Need, PairTerms
 from harness.verdicts import CheckResult
+from harness.words import counted
 
 STALL_S: Final = 4.0
 REPLY_LIMIT_S: Final = 15.0
@@ -40,14 +41,14 @@ def _fails_as_policy_says(seen: CaseRun) -> CheckResult:
     call = seen.call("failed")
     good = seen.as_policy_says(call)
     return told("policy", f"A failed read ends as the policy {seen.terms.load_failure_policy!r} says",
-                ["KVC-XFER-002", "R2", "L3"], [] if good else [f"it did not: {ended(call)}"], ended(call))  # fmt: skip
+                ["KVC-XFER-002", "R2", "L3"], [] if good else [seen.ended(call)], seen.ended(call))  # fmt: skip
 
 
 def _no_cache_is_poisoned(seen: CaseRun) -> CheckResult:
     """Fail if the same prompt is answered wrongly after a read of its KV failed."""
     call = seen.call("again")
     return told("cache", "A failed read poisons no cache", ["KVC-XFER-002", "S2"],
-                [] if seen.right(call) else [f"the same prompt once more: {ended(call)}"], ended(call))  # fmt: skip
+                [] if seen.right(call) else [seen.ended(call)], seen.ended(call))  # fmt: skip
 
 
 def _failure_is_counted(seen: CaseRun) -> CheckResult:
@@ -57,8 +58,8 @@ def _failure_is_counted(seen: CaseRun) -> CheckResult:
         "counted",
         "A failed read is counted as one",
         ["KVC-XFER-002", "O1", "O2"],
-        [] if grown in (1, None) else [f"{grown:g} are counted, where one failed"],
-        f"{FAILED_TRANSFERS} grew by {grown}",
+        [] if grown in (1, None) else [f"{counted(grown, 'is', 'are')} counted, where one failed"],
+        f"{counted(grown, 'failed read')} ({FAILED_TRANSFERS})",
         unknown="" if grown is not None else "there is no such counter",
     )
 
@@ -90,11 +91,11 @@ async def _stalled(stage: Stage) -> None:
 def _stall_ends(seen: CaseRun) -> CheckResult:
     """Fail if a slow read costs more than its own request its time."""
     slow, beside = seen.call("stalled"), seen.call("beside")
-    problems = [ended(c) for c in (slow, beside) if not seen.right(c)]
+    problems = [seen.ended(c) for c in (slow, beside) if not seen.right(c)]
     problems += ["the other request waited for it"] if beside.end_ns > slow.end_ns else []
     unknown = "" if slow.seconds >= STALL_S or problems else "the read was not held up"
     return told("stalled", "A slow read ends, and holds up nobody else", ["L3", "L6", "KVC-XFER-001"], problems,
-                f"{ended(slow)}; {ended(beside)}", unknown=unknown)  # fmt: skip
+                f"{seen.ended(slow)}; {seen.ended(beside)}", unknown=unknown)  # fmt: skip
 
 
 async def _stall_all(stage: Stage) -> None:
@@ -127,13 +128,13 @@ async def _abort(stage: Stage) -> None:
 def _abort_is_clean(seen: CaseRun) -> CheckResult:
     """Fail if an abort in the middle of a read strands blocks, or spoils those who come next."""
     nexts = seen.calls("next", "decode")
-    problems = [ended(c) for c in nexts if not seen.right(c)]
+    problems = [seen.ended(c) for c in nexts if not seen.right(c)]
     problems += [] if len(nexts) == 3 else [f"of 3 requests behind it {len(nexts)} got to the decode side"]
     for worker, name in ((seen.p, "released"), (seen.d, "emptied")):
         problems += [] if seen.freed_ns(name, worker) else [f"{worker} still holds its blocks"]
     unknown = "" if seen.call("cut").outcome == "unknown" or problems else "the answer had come before"
     return told("clean", "An abort in the middle of a read strands nothing and spoils nobody", ["S6", "L1", "L4", "L6"],
-                problems, "; ".join(map(ended, nexts)), unknown=unknown)  # fmt: skip
+                problems, "; ".join(map(seen.ended, nexts)), unknown=unknown)  # fmt: skip
 
 
 # -- hand-offs that make no sense -----------------------------------------------------------------------------------
@@ -192,13 +193,13 @@ def _refused_at_the_door(seen: CaseRun) -> CheckResult:
         name = call.label.removeprefix("bad-")
         named = name in call.error or (name == "everything" and "remote_" in call.error)
         if not 400 <= call.status < 500 or not named:
-            problems.append(ended(call))
-    text = f"{len(calls) - len(problems)} of {len(calls)} were refused with the field's name"
+            problems.append(seen.ended(call))
+    text = f"of {len(calls)}, {counted(len(calls) - len(problems), 'was', 'were')} refused with the field's name"
     return told(
         "refused",
         "A broken hand-off gets a 4xx that names the field",
         ["KVC-XFER-005"],
-        [f"{len(problems)} were not: {'; '.join(p[:120] for p in problems)}"] if problems else [],
+        [f"{counted(len(problems), 'was', 'were')} not: {'; '.join(p[:120] for p in problems)}"] if problems else [],
         text,
     )
 
@@ -208,9 +209,9 @@ def _goes_on(seen: CaseRun) -> CheckResult:
     died = [str(m.detail["field"]) for m in seen.marks("died")]
     bad = [c for c in seen.calls("then") if not seen.right(c)]
     problems = [f"the server died of {', '.join(died)}"] if died else []
-    problems += [f"the request behind it: {ended(c)}" for c in bad]
+    problems += [f"the request behind it: {seen.ended(c)}" for c in bad]
     return told("goes-on", "No hand-off ends a server", ["R1", "L6", "KVC-XFER-005"], problems,
-                f"{len(seen.calls('then', 'decode'))} good requests, one behind each")  # fmt: skip
+                f"{counted(len(seen.calls('then', 'decode')), 'good request')}, one behind each")  # fmt: skip
 
 
 def _mended(name: str) -> Twin:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import Event, EventKind
 
 
@@ -21,7 +22,8 @@ def at_most_one_awake(run: RunFolder) -> CheckResult:
     return CheckResult(
         check="one-awake", title="At most one engine is awake for a device",
         rules=["KVC-LOCK-001", "KVC-LOCK-003", "KVC-LOCK-004"], verdict=verdict,
-        found="; ".join(problems) or f"{wakes} wakes on {len(by_worker)} devices, {len(pairs)} hand-overs, no overlap",
+        found="; ".join(problems) or f"{counted(wakes, 'wake')} on {counted(len(by_worker), 'device')}, "
+        f"{counted(len(pairs), 'hand-over')}, no overlap",
         evidence={"wakes": wakes, "hand_overs": len(pairs), "overlaps": len(problems)},
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 
 
 def answers_are_right(run: RunFolder) -> CheckResult:
@@ -13,11 +14,13 @@ def answers_are_right(run: RunFolder) -> CheckResult:
     wrong = rows[rows.content_ok == False]  # noqa: E712 # three-valued: NA is not False
     unchecked = int(((rows.outcome == "ok") & rows.content_ok.isna()).sum())
     tokens = int(rows.output_tokens[rows.content_ok.notna()].sum())
-    found = f"{checked} answers with {tokens:,} tokens checked against the oracle, {len(wrong)} wrong"
+    found = (
+        f"{counted(checked, 'answer')} with {counted(tokens, 'token')} checked against the oracle, {len(wrong)} wrong"
+    )
     verdict = Verdict.PASS
     if not checked or unchecked:
         verdict = Verdict.INCONCLUSIVE
-        found += f"; {unchecked} whole answers could not be checked"
+        found += f"; {counted(unchecked, 'whole answer')} could not be checked"
     if len(wrong):
         verdict = Verdict.FAIL
         found += f"; the first: {wrong.request_id.iloc[0]} from {wrong.node_d.iloc[0]}"

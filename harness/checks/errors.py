@@ -7,6 +7,7 @@ from typing import Any, Final
 from harness.recovery import Recovery, recoveries
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 
 GRACE_NS: Final = 1_000_000_000
 """Between a failure at the server and its arrival at the client, on a busy machine."""
@@ -17,11 +18,12 @@ def errors_only_in_fault_windows(run: RunFolder) -> CheckResult:
     rows, kills = run.requests, recoveries(run)
     failed, unknown = rows[rows.outcome == "fail"], rows[rows.outcome == "unknown"]
     stray = [row for row in failed.itertuples() if not any(_explains(kill, row) for kill in kills)]
-    found = f"{len(failed)} of {len(rows)} requests failed, {len(failed) - len(stray)} of them in a fault's window"
+    found = f"of {counted(len(rows), 'request')}, {len(failed)} failed, "
+    found += f"{len(failed) - len(stray)} of them in a fault's window"
     verdict = Verdict.PASS
     if rows.empty or len(unknown):
         verdict = Verdict.INCONCLUSIVE
-        found += f"; {len(unknown)} have no known outcome"
+        found += f"; {counted(len(unknown), 'has', 'have')} no known outcome"
     if stray:
         verdict = Verdict.FAIL
         found += f"; outside: {stray[0].request_id}: {stray[0].error}"

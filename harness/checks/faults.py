@@ -8,6 +8,7 @@ from harness.errors import BadRunFolder
 from harness.run_folder import RunFolder
 from harness.scenario import Scenario
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import EventKind
 
 
@@ -18,7 +19,7 @@ def faults_are_proved(run: RunFolder) -> CheckResult:
     proofs = [e for e in run.events_of(EventKind.FAULT_PROVED) if e.subject in injected]
     unproved = run.events_of(EventKind.FAULT_UNPROVED)
     enough = len(proofs) >= planned and not unproved
-    found = f"{len(proofs)} of {planned} planned faults are proved"
+    found = f"of {counted(planned, 'planned fault')}, {counted(len(proofs), 'is', 'are')} proved"
     if unproved:
         found += f"; unproved: {unproved[0].detail.get('reason')}"
     elif proofs:

@@ -7,6 +7,7 @@ from typing import Final
 from harness.holding import EXPIRED, Reclaim, excuses, freed_early, held, reclaims
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import EventKind
 
 KEPT_RULES: Final = ["KVC-LEASE-006", "KVC-LEASE-008", "KVC-LEASE-010", "KVC-OBS-002", "L2"]
@@ -23,8 +24,9 @@ def leases_are_kept(run: RunFolder) -> CheckResult:
     explained = {lease.request_id for lease in expired} - {lease.request_id for lease in early}
     known = {lease.request_id for lease in leases if not lease.loan}  # a loan may be taken back before it is claimed
     late = [e for e in run.events_of(EventKind.CLAIM_REFUSED) if e.subject in known - explained]
-    text = f"{len(leases)} leases, {len(expired)} ran out, {len(early)} of them early"
-    text += f"; {len(late)} readers came for blocks that were gone" if late else "; no reader was refused without cause"
+    text = f"{counted(len(leases), 'lease')}, {len(expired)} ran out, {len(early)} of them early"
+    came = f"{counted(len(late), 'reader')} came for blocks that were gone"
+    text += f"; {came if late else 'no reader was refused without cause'}"
     verdict = Verdict.INCONCLUSIVE if not leases else Verdict.FAIL if early or late else Verdict.PASS
     return CheckResult(
         check="leases-kept", title="No lease ends while its reader lives", rules=KEPT_RULES, verdict=verdict,
@@ -41,7 +43,8 @@ def kv_is_loaded(run: RunFolder) -> CheckResult:
     done, faults = run.events_of(EventKind.LOAD_DONE), excuses(run)
     failed = [e for e in run.events_of(EventKind.LOAD_FAILED) if not e.detail.get("expired")]
     stray = [e for e in failed if not any(fault.at(e.t_ns) for fault in faults)]
-    found = f"{len(done)} loads of KV done, {len(failed)} failed, {len(stray)} of them without a fault to explain it"
+    found = f"{counted(len(done), 'load')} of KV done, {len(failed)} failed, "
+    found += f"{len(stray)} of them without a fault to explain it"
     if stray:
         verdict, found = Verdict.FAIL, f"{found}; the first: {stray[0].detail.get('reason')}"
     else:
@@ -62,9 +65,11 @@ def dead_readers_blocks_return(run: RunFolder) -> CheckResult:
             check="reclaim", title=title, rules=rules, verdict=Verdict.INCONCLUSIVE,
             found="no proved kill left a lease behind, so there was nothing to reclaim",
         )  # fmt: skip
-    problems = [f"{len(r.late)} of {r.leases} leases stood too long after {r.fault_id}" for r in found if r.late]
+    problems = [
+        f"of {counted(r.leases, 'lease')}, {len(r.late)} stood too long after {r.fault_id}" for r in found if r.late
+    ]
     texts = [
-        f"{r.fault_id} left {r.leases} leases on {r.blocks:,} blocks; {_ending(r)}" for r in found
+        f"{r.fault_id} left {counted(r.leases, 'lease')} on {counted(r.blocks, 'block')}; {_ending(r)}" for r in found
     ]  # fmt: skip
     return CheckResult(
         check="reclaim", title=title, rules=rules, verdict=Verdict.FAIL if problems else Verdict.PASS,
@@ -97,9 +102,10 @@ def everything_is_free_at_the_end(run: RunFolder) -> CheckResult:
         text = "; ".join(
             [f"{row.node}: {row.name_} is {row.value:g}" for row in left.rename(columns={"name": "name_"}).itertuples()]
         )
-        text += f"; {standing} leases never ended" if standing else ""
+        text += f"; {counted(standing, 'lease')} never ended" if standing else ""
     else:
-        verdict, text = Verdict.PASS, f"{engines} engines hold nothing: no request, no lease, no block"
+        verdict = Verdict.PASS
+        text = f"{counted(engines, 'engine holds', 'engines hold')} nothing: no request, no lease, no block"
     return CheckResult(
         check="all-free", title=title, rules=rules, verdict=verdict, found=text.removeprefix("; "),
         evidence={"engines": engines, "left": len(left), "leases": standing},

@@ -8,6 +8,7 @@ from harness.checks.faults import scenario_of
 from harness.latency import percentiles
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import EventKind
 
 SIDE_SHARE_MIN: Final = 0.1
@@ -39,7 +40,8 @@ def load_is_sufficient(run: RunFolder) -> CheckResult:
         problems.append(f"{late} started more than {LAG_MAX_MS:g} ms late")
     lag_text = "-" if lag is None else f"{lag:.1f} ms"
     found = (
-        f"{before} requests before the first fault, {after} after; schedule lag p99 {lag_text}; {spoilt} rows spoilt"
+        f"{counted(before, 'request')} before the first fault, {after} after; schedule lag p99 {lag_text}; "
+        f"{counted(spoilt, 'row')} spoilt"
     )
     return CheckResult(
         check="load-sufficient", title="There was load enough, sent on time", rules=[],

@@ -12,6 +12,7 @@ from harness.operation_history import Counts, counts_of, judge_history, judge_ow
 from harness.run_folder import RunFolder
 from harness.scenario import ControlSpec, FaultKind
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.blockservice.failpoints import Action
 from reference_impl.rules.events import Event, EventKind, Scalar
 
@@ -71,7 +72,8 @@ def groups_have_one_owner(run: RunFolder) -> CheckResult:
         verdict, found = Verdict.INCONCLUSIVE, "no node told of any group"
     else:
         verdict = Verdict.PASS
-        found = f"{len(groups)} groups at {len(nodes)} nodes; {moved} have moved and are known where they went"
+        found = f"{counted(len(groups), 'group')} at {counted(len(nodes), 'node')}; "
+        found += f"{counted(moved, 'has', 'have')} moved, and it is known where to"
     return CheckResult(
         check="one-owner", title="Every group has one owner, and none is lost on its way",
         rules=["KVC-IDEM-010", "KVC-IDEM-011"], verdict=verdict, found=found,
@@ -99,9 +101,9 @@ def _ends_a_process(fault: Event) -> bool:
 
 def _told(counts: Counts) -> str:
     return (
-        f"{counts.operations} operations: {counts.retried} retried, {counts.replayed} replayed, "
+        f"{counted(counts.operations, 'operation')}: {counts.retried} retried, {counts.replayed} replayed, "
         f"{counts.refused} refused, {counts.unresolved} of unknown outcome to the end; "
-        f"{counts.effects} effects, {counts.double_effects} double effects"
+        f"{counted(counts.effects, 'effect')}, {counted(counts.double_effects, 'double effect')}"
     )
 
 
@@ -109,7 +111,9 @@ def _shown(breaches: list[Breach]) -> str:
     """Return how many breaches there are, and the first of some rules in full."""
     first = {breach.rule: breach for breach in reversed(breaches)}
     shown = [first[rule] for rule in sorted(first)][:SHOWN_MAX]
-    return f"{len(breaches)} breaches: " + "; ".join(f"{breach.rule}: {breach.text}" for breach in shown)
+    return f"{counted(len(breaches), 'breach', 'breaches')}: " + "; ".join(
+        f"{breach.rule}: {breach.text}" for breach in shown
+    )
 
 
 def _evidence(counts: Counts) -> dict[str, Scalar]:

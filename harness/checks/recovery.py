@@ -9,6 +9,7 @@ from harness.recovery import Recovery, recoveries
 from harness.run_folder import RunFolder
 from harness.scenario import Arm
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import EventKind
 
 SHADOW_LIMIT_S: Final = 2.0
@@ -27,7 +28,8 @@ def every_kill_recovers(run: RunFolder) -> CheckResult:
     else:
         verdict = Verdict.PASS
         text = (
-            f"{len(found)} kills, recovery {recovery.min:.3f} to {recovery.max:.3f} s, median {recovery.median:.3f} s"
+            f"{counted(len(found), 'kill')}, recovery {recovery.min:.3f} to {recovery.max:.3f} s, "
+            f"median {recovery.median:.3f} s"
         )
     return CheckResult(
         check="recovery", title="Every kill is recovered from, in time",

@@ -7,6 +7,7 @@ from harness.recovery import recoveries
 from harness.run_folder import RunFolder
 from harness.scenario import Arm
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 
 
 def redundancy_is_restored(run: RunFolder) -> CheckResult:
@@ -33,7 +34,8 @@ def redundancy_is_restored(run: RunFolder) -> CheckResult:
         verdict, found = Verdict.FAIL, f"no new shadow was parked after {', '.join(missing)}"
     else:
         verdict = Verdict.PASS
-        found = f"a new shadow was parked {restored.min:.2f} to {restored.max:.2f} s after each of {len(kills)} kills"
+        found = f"a new shadow was parked {restored.min:.2f} to {restored.max:.2f} s after each of "
+        found += counted(len(kills), "kill")
     return CheckResult(
         check="redundancy", title=title, rules=["KVC-SHDW-003"], verdict=verdict, found=found,
         evidence={"kills": len(kills), "missing": len(missing), "redundancy_s_median": restored.median},

@@ -8,6 +8,7 @@ import pandas as pd
 
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.events import EventKind
 
 DESCRIPTORS_SPARE: Final = 4
@@ -30,13 +31,17 @@ def resources_return(run: RunFolder) -> CheckResult:
         return CheckResult(check="resources", title=title, rules=rules, verdict=Verdict.INCONCLUSIVE,
                            found="no gauge was scraped in the baseline, or none at the end")  # fmt: skip
     gained = _gained_descriptors(first, last)
-    problems = [f"{node} has {n} descriptors more than before" for node, n in gained.items() if n > DESCRIPTORS_SPARE]
+    problems = [
+        f"{node} has {counted(n, 'descriptor')} more than before" for node, n in gained.items() if n > DESCRIPTORS_SPARE
+    ]
     weights, kv = _sizes(run)
     problems += _too_much(last, "memory_weights_bytes", weights * WEIGHTS_SHARE_MAX)
     problems += _too_much(last, "memory_kv_bytes", kv * KV_SHARE_MAX)
     held = last[last.name == "memory_weights_bytes"].groupby("node").value.max()
     text = f"at the end each device holds at most {held.max() / 2**20:,.0f} MiB of weights, one copy being "
-    text += f"{weights / 2**20:,.0f} MiB; services gained {max(gained.values(), default=0)} descriptors at most"
+    text += (
+        f"{weights / 2**20:,.0f} MiB; services gained {counted(max(gained.values(), default=0), 'descriptor')} at most"
+    )
     return CheckResult(
         check="resources", title=title, rules=rules, verdict=Verdict.FAIL if problems else Verdict.PASS,
         found="; ".join(problems) or text,
@@ -52,7 +57,8 @@ def nothing_is_left(run: RunFolder) -> CheckResult:
     verdict = Verdict.FAIL if left else Verdict.PASS if looked_for else Verdict.INCONCLUSIVE
     return CheckResult(
         check="nothing-left", title="No process outlives the run", rules=["K1"], verdict=verdict,
-        found=f"{looked_for} processes were looked for after the end, {len(left)} were still alive",
+        found=f"{counted(looked_for, 'process was', 'processes were')} looked for after the end, "
+        f"{counted(len(left), 'was', 'were')} still alive",
         evidence={"processes": looked_for, "left": len(left)},
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import msgspec
 from harness.holding import Held, held, terms_of
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict
+from harness.words import counted
 from reference_impl.rules.consumer import TURN_MARGIN_NS
 from reference_impl.rules.events import Event, EventKind
 
@@ -70,9 +71,8 @@ def turns_are_judged_rightly(run: RunFolder) -> CheckResult:
     judged = turns(run)
     early, late = sum(t.early for t in judged), sum(t.late for t in judged)
     live = sum(t.live for t in judged)
-    found = (
-        f"{len(judged)} turns judged: {live} live, {len(judged) - live} declined; {early} too early, {late} too late"
-    )
+    found = f"{counted(len(judged), 'turn')} judged: {live} live, {len(judged) - live} declined; "
+    found += f"{early} too early, {late} too late"
     if early or late:
         verdict = Verdict.FAIL
     elif not live or live == len(judged):

@@ -29,7 +29,7 @@ def effects(double: int) -> str:
 
 
 def _through(proved: Proved) -> str:
-    parts = [words.plural(proved.crashes, "crash").replace("crashs", "crashes")] if proved.crashes else []
+    parts = [words.plural(proved.crashes, "crash", "crashes")] if proved.crashes else []
     if proved.replies:
         parts.append(f"{proved.replies:,} lost or late {'reply' if proved.replies == 1 else 'replies'}")
     return f", through {' and '.join(parts)}" if parts else ", with no proved fault"

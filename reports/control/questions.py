@@ -81,7 +81,7 @@ def _asked(question: _Question, facts: Facts) -> Asked:
     shown, answer = question.say(facts)
     broken = sum(facts.breaches.get(rule, 0) for rule in question.rules)
     if broken:
-        shown, answer = False, f"{words.plural(broken, 'breach').replace('breachs', 'breaches')} of its rules. {answer}"
+        shown, answer = False, f"{words.plural(broken, 'breach', 'breaches')} of its rules. {answer}"
     status = {True: Status.SHOWN, False: Status.BROKEN, None: Status.NOT_SHOWN}[shown]
     checks = [f"{c.title}: {c.verdict}" for c in facts.run.verdicts if set(c.rules) & set(question.rules)]
     return Asked(

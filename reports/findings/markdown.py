@@ -9,7 +9,18 @@ from harness.expectations import Standing
 from harness.verdicts import Verdict
 from reports import words
 from reports.findings.model import Findings, RuleFinding, Seen
-from reports.findings.words import lead, standing_of, title
+from reports.findings.words import (
+    ASKED,
+    LATE_TURNS,
+    LATE_TURNS_HEADS,
+    LATE_TURNS_LEAD,
+    late_turn_case,
+    late_turn_cells,
+    late_turn_systems,
+    lead,
+    standing_of,
+    title,
+)
 
 
 def markdown(findings: Findings) -> str:
@@ -28,6 +39,7 @@ def _lines(findings: Findings) -> Iterator[str]:
     yield ""
     yield f"**{lead(findings)}**"
     yield from _recovery(findings)
+    yield from _late_turns(findings)
     yield from _rules(findings, Verdict.FAIL, "Rules that are broken")
     yield from _rules(findings, Verdict.INCONCLUSIVE, "Rules without a verdict")
     yield from _rules(findings, Verdict.PASS, "Rules that are kept")
@@ -50,6 +62,23 @@ def _recovery(findings: Findings) -> Iterator[str]:
             f"({words.span(shadow.min, shadow.max)}) | {words.ratio(victim.ratio_recovery)} | "
             f"{words.duration(victim.shadow_detection_s.median)} | {words.duration(victim.shadow_promotion_s.median)} |"
         )
+
+
+def _late_turns(findings: Findings) -> Iterator[str]:
+    if not findings.late_turns:
+        return
+    heads = ["case", "the lease document asks for"]
+    heads += [f"{system}: {head}" for system in late_turn_systems(findings) for head in LATE_TURNS_HEADS]
+    yield from ("", f"## {LATE_TURNS}", "", LATE_TURNS_LEAD, "", _table_row(heads), "|---" * len(heads) + "|")
+    for row in findings.late_turns:
+        turns = [row.system, *([row.reference] if row.reference else [])]
+        cells = [cell for turn in turns for cell in late_turn_cells(turn)]
+        shown = [f"{main} ({below})" if below else main for main, below in cells]
+        yield _table_row([f"**{row.case}** ({late_turn_case(row)})", ASKED, *shown])
+
+
+def _table_row(cells: list[str]) -> str:
+    return f"| {' | '.join(map(_plain, cells))} |"
 
 
 def _rules(findings: Findings, verdict: Verdict, heading: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from harness.expectations import Expectations, Known, Standing, expectations_for
 from harness.rules import Face, Rule, catalogue
 from harness.run_folder import RunFolder
 from harness.verdicts import CheckResult, Verdict, worst
+from reports.findings.late_turns import LateTurnRow, late_turns
 from reports.summary import Summary
 
 MANIFEST: Final = "manifest.json"
@@ -77,6 +78,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     rules: list[RuleFinding]
     cases: list[CaseFinding]
     untried: list[Untried]
+    late_turns: list[LateTurnRow]
     unmatched: list[Known]
     expected: bool
     """Whether there are expectations for this version."""
@@ -113,7 +115,8 @@ def gather(
     if len(names) > 1:
         raise BadInput(f"{folder}: its cases are of several systems: {', '.join(sorted(names))}")
     known = known or expectations_for(system, manifest.versions.values())
-    theirs = _verdicts(reference)
+    others = None if reference is None else _runs(reference)
+    theirs = _verdicts(others or [])
     cases = [_case(run, system, known, theirs) for run in runs]
     caught, asked = _twins(twins)
     pairs = [(case.name, seen.result.check) for case in cases for seen in case.seen]
@@ -121,7 +124,8 @@ def gather(
     info = _info(runs[0])
     findings = Findings(
         system=system, version=_version(system, manifest.versions), verdict=Verdict.INCONCLUSIVE, rules=rules,
-        cases=cases, untried=_untried(rules), unmatched=unmatched(known, pairs, [c.name for c in cases]),
+        cases=cases, untried=_untried(rules), late_turns=late_turns(runs, others),
+        unmatched=unmatched(known, pairs, [c.name for c in cases]),
         expected=known is not None, unlike_production=list(manifest.emulated), versions=manifest.versions,
         machine=" · ".join(f"{k} {v}" for k, v in manifest.machine.items()), commit=manifest.commit,
         size=info.size, started_wall_ns=min(run.manifest.started_wall_ns for run in runs),
@@ -169,11 +173,9 @@ def _case(
     return CaseFinding(name=info.name, title=run.manifest.title, verdict=verdict, seen=seen, folder=str(run.path))
 
 
-def _verdicts(folder: Path | None) -> dict[tuple[str, str], Verdict]:
-    """Return the verdicts below a folder, by case and check."""
-    if folder is None:
-        return {}
-    return {(_info(run).name, result.check): result.verdict for run in _runs(folder) for result in run.verdicts}
+def _verdicts(runs: Iterable[RunFolder]) -> dict[tuple[str, str], Verdict]:
+    """Return the verdicts of runs, by case and check."""
+    return {(_info(run).name, result.check): result.verdict for run in runs for result in run.verdicts}
 
 
 def _twins(folder: Path | None) -> tuple[Counter[str], int]:

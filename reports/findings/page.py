@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -12,11 +12,26 @@ from harness.verdicts import Verdict
 from reports import words
 from reports.figures.style import Panel
 from reports.findings.figure import case_panel
+from reports.findings.late_turns import LateTurn, LateTurnRow
 from reports.findings.model import CaseFinding, Findings, RuleFinding
-from reports.findings.words import lead, reasons, standing_of, title
+from reports.findings.words import (
+    ASKED,
+    LATE_TURNS,
+    LATE_TURNS_HEADS,
+    LATE_TURNS_LEAD,
+    late_turn_case,
+    late_turn_cells,
+    late_turn_systems,
+    lead,
+    reasons,
+    standing_of,
+    title,
+)
 from reports.heading import Heading
 from reports.page import render, write
 from reports.view import VictimRow, victim_row
+
+_HEADS: Final = tuple(head.capitalize() if head.islower() else head for head in LATE_TURNS_HEADS)
 
 
 class SeenRow(msgspec.Struct, frozen=True):
@@ -52,13 +67,42 @@ class CaseBlock(msgspec.Struct, frozen=True):
     seen: list[SeenRow]
 
 
+class TurnCell(msgspec.Struct, frozen=True):
+    """One cell of the table of late turns, `below` in smaller print; `kind` is a class of the style sheet."""
+
+    head: str
+    main: str
+    below: str
+    kind: str
+
+
+class TurnRow(msgspec.Struct, frozen=True):
+    """One case of that table."""
+
+    case: str
+    how: str
+    ran: bool
+    asked: str
+    cells: list[TurnCell]
+
+
+class TurnTable(msgspec.Struct, frozen=True):
+    """The table of late turns."""
+
+    title: str
+    lead: str
+    systems: list[str]
+    heads: tuple[str, ...]
+    rows: list[TurnRow]
+
+
 class FindingsView(Heading, frozen=True, kw_only=True):
     """What the page shows."""
 
     broken: list[RuleRow]
     undecided: list[RuleRow]
     kept: list[RuleRow]
-    policies: list[tuple[str, list[SeenRow]]]
+    late_turns: TurnTable | None
     cases: list[CaseBlock]
     untried: list[tuple[str, str, str]]
     victims: list[VictimRow]
@@ -79,7 +123,6 @@ def findings_view(findings: Findings) -> FindingsView:
     by_verdict: dict[Verdict, list[RuleRow]] = {verdict: [] for verdict in Verdict}
     for rule in findings.rules:
         by_verdict[rule.verdict].append(_rule_row(rule))
-    policies = [(case.title, _seen_rows(case)) for case in findings.cases if case.name.startswith("two_turn")]
     victims = findings.recovery.victims if findings.recovery else []
     return FindingsView(
         verdict=findings.verdict, lead=lead(findings), reasons=reasons(findings), emulated=findings.unlike_production,
@@ -87,9 +130,9 @@ def findings_view(findings: Findings) -> FindingsView:
         started=f"{started:%Y-%m-%d %H:%M} UTC", version=findings.versions.get("pdproof", ""),
         sources=[f"{len(findings.cases)} run folders"], title=title(findings),
         about=f"{words.plural(len(findings.cases), 'black-box case')} of size {findings.size}",
-        sections=_sections(findings, policies), broken=by_verdict[Verdict.FAIL],
+        sections=_sections(findings), broken=by_verdict[Verdict.FAIL],
         undecided=by_verdict[Verdict.INCONCLUSIVE] + by_verdict[Verdict.ERROR], kept=by_verdict[Verdict.PASS],
-        policies=policies, cases=[_case_block(case) for case in findings.cases],
+        late_turns=_turn_table(findings), cases=[_case_block(case) for case in findings.cases],
         untried=[(rule.rule_id, rule.text, rule.why) for rule in findings.untried],
         victims=[victim_row(victim) for victim in victims], recovery_lead=_recovery_lead(findings),
         twins=f"{findings.twins_caught} of {findings.twins} twins, pairs broken on purpose, were caught by the check "
@@ -99,15 +142,37 @@ def findings_view(findings: Findings) -> FindingsView:
     )  # fmt: skip
 
 
-def _sections(findings: Findings, policies: list[Any]) -> list[tuple[str, str]]:
+def _sections(findings: Findings) -> list[tuple[str, str]]:
     wanted = [
         ("recovery", "Recovery", bool(findings.recovery and findings.recovery.victims)),
+        ("late-turns", "Late turns", bool(findings.late_turns)),
         ("broken", "Broken", findings.count(Verdict.FAIL) > 0),
         ("undecided", "Undecided", findings.count(Verdict.INCONCLUSIVE) + findings.count(Verdict.ERROR) > 0),
-        ("kept", "Kept", findings.count(Verdict.PASS) > 0), ("policies", "Expired turns", bool(policies)),
-        ("cases", "Case by case", True), ("untried", "Not tried", bool(findings.untried)), ("about", "What ran", True),
+        ("kept", "Kept", findings.count(Verdict.PASS) > 0), ("cases", "Case by case", True),
+        ("untried", "Not tried", bool(findings.untried)), ("about", "What ran", True),
     ]  # fmt: skip
     return [(key, name) for key, name, there in wanted if there]
+
+
+def _turn_table(findings: Findings) -> TurnTable | None:
+    if not findings.late_turns:
+        return None
+    ran = {case.name for case in findings.cases}
+    rows = [_turn_row(row, ran=row.case in ran) for row in findings.late_turns]
+    return TurnTable(LATE_TURNS, LATE_TURNS_LEAD, late_turn_systems(findings), _HEADS, rows)
+
+
+def _turn_row(row: LateTurnRow, *, ran: bool) -> TurnRow:
+    cells = _turn_cells(row.system) + (_turn_cells(row.reference) if row.reference else [])
+    return TurnRow(row.case, late_turn_case(row), ran, ASKED, cells)
+
+
+def _turn_cells(turn: LateTurn) -> list[TurnCell]:
+    kinds = (f"word {turn.verdict or 'inconclusive'}", "", "")
+    return [
+        TurnCell(head, main, below, kind)
+        for head, (main, below), kind in zip(_HEADS, late_turn_cells(turn), kinds, strict=True)
+    ]
 
 
 def _recovery_lead(findings: Findings) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from harness.cases import leases
 from harness.cases.metrics import EXPIRED
+from harness.cases.observations import Came, CaseRun
 from harness.cases.steps import Look, Mark
 from harness.verdicts import Verdict
 from tests.harness.case_histories import HELD, CaseHistory, at
@@ -252,3 +253,68 @@ def test_a_drive_that_was_hindered_is_judged_by_what_holds_for_every_case_alone(
     results = h.judged(tmp_path / "run")
     assert results["setup"].verdict is Verdict.INCONCLUSIVE
     assert set(results) == {"setup", "content", "serves-after", "conserved", "machine"}
+
+
+NO_END = {"outcome": "unknown", "error": "no end within 90 s", "output_tokens": 0, "first_ns": 0}
+
+
+def untouched(_: CaseHistory) -> None:
+    """A history that is left as it is."""
+
+
+def wrong_from_the_start(h: CaseHistory) -> None:
+    h.answers_wrongly("held-back")
+    h.change_calls("held-back", "decode", outcome="fail", error="it was cut", output_tokens=9)
+
+
+ENDINGS: dict[Came, tuple[Callable[[CaseHistory], None], str]] = {
+    Came.RIGHT: (untouched, "held-back: 64 tokens after 0.50 s"),
+    Came.WRONG: (lambda h: h.answers_wrongly("held-back"), "held-back: a wrong answer, 64 tokens after 0.50 s"),
+    Came.ERROR: (lambda h: h.fails("held-back", "decode"), "held-back: an error (HTTP 500: no) after 0.50 s"),
+    Came.NONE: (
+        lambda h: h.change_calls("held-back", "decode", **NO_END, status=0),
+        "held-back: no answer (no end within 90 s) after 0.50 s",
+    ),
+    Came.BEGUN_WRONG: (
+        wrong_from_the_start, "held-back: the beginning of a wrong answer (it was cut) after 0.50 s",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("came", ENDINGS)
+def test_a_verdict_says_what_the_client_got(came: Came, tmp_path: Path) -> None:
+    """A wrong answer, an error and no answer are three things: each has words of its own, and is said once."""
+    mutate, words = ENDINGS[came]
+    h = held_back()
+    mutate(h)
+    result = h.judged(tmp_path / "run")["outcome"]
+    assert result.verdict is (Verdict.PASS if came in (Came.RIGHT, Came.ERROR) else Verdict.FAIL)
+    assert result.found == words
+
+
+def test_a_stream_that_never_ends_is_no_error_that_a_policy_asks_for(tmp_path: Path) -> None:
+    """Its status came with its headers; nobody told the client of an error."""
+    h = held_back()
+    h.change_calls("held-back", "decode", **NO_END, status=200)
+    run = h.write(tmp_path / "run")
+    seen = CaseRun(run)
+    assert seen.came(seen.call("held-back")) is Came.NONE
+    assert h.judged(tmp_path / "judged")["outcome"].verdict is Verdict.FAIL
+
+
+def test_an_answer_that_nobody_can_judge_is_not_called_the_right_one(tmp_path: Path) -> None:
+    run = held_back().write(tmp_path / "run")
+    rows = run.requests
+    rows["content_ok"] = rows.content_ok.astype("boolean").where(rows.content_ok.isna())
+    rows.to_parquet(run.path / "requests.parquet")
+    seen = CaseRun(run)
+    call = seen.call("held-back")
+    assert seen.came(call) is Came.UNCHECKED
+    assert seen.right(call)
+
+
+@pytest.mark.parametrize(("grown", "words"), [(1.0, "1 lease ran out"), (2.0, "2 leases ran out")])
+def test_one_is_not_spoken_of_as_several(grown: float, words: str, tmp_path: Path) -> None:
+    h = surge()
+    h.change_looks("final", "p0", **{EXPIRED: grown})
+    assert h.judged(tmp_path / "run")["leases-kept"].found.startswith(f"{words}; 4 requests waited")

@@ -73,7 +73,7 @@ def test_each_rule_has_the_verdict_of_its_checks_and_failures_come_first(cases: 
         ("KVC-REL-007", Verdict.FAIL), ("S2", Verdict.FAIL), ("KVC-LEASE-010", Verdict.INCONCLUSIVE),
         (FREED, Verdict.PASS), ("L1", Verdict.PASS),
     ]  # fmt: skip
-    assert lead(found) == "Of 5 rules that were tried, made-up keeps 2 and breaks 2; 1 have no verdict."
+    assert lead(found) == "Of 5 rules that were tried, made-up keeps 2 and breaks 2; 1 has no verdict."
     assert "pdproof conform --target made-up --case stale_handoff" in found.rules[0].seen[0].command
     assert all(rule.text for rule in found.rules)
 

@@ -101,6 +101,25 @@ def test_every_link_leads_somewhere(page: str) -> None:
     assert [link for link in links if not link.startswith("http") and not (here / link).exists()] == []
 
 
+def counts(text: str, pattern: str) -> tuple[int, int]:
+    """Return how many rules were tried and how many are kept, as a text tells it, wherever its lines break."""
+    found = re.findall(pattern, " ".join(text.split()))
+    assert len(found) == 1, found
+    tried, kept = map(int, found[0])
+    return tried, kept
+
+
+def test_the_readme_counts_rules_as_the_findings_do() -> None:
+    document = "docs/findings/vllm-0.32.md"
+    readme = (ROOT / "README.md").read_text()
+    assert f"]({document})" in readme
+    told = counts(readme, r"of (\d+) rules that were tried it keeps (\d+)")
+    findings = (ROOT / document).read_text()
+    assert told == counts(findings, r"Of (\d+) rules that were tried, \S+ keeps (\d+)")
+    _, kept = findings.split("\n## Rules that are kept\n")
+    assert told[1] == kept.partition("\n## ")[0].count("\n### ")  # what it counts is what it lists
+
+
 def test_the_guide_can_be_followed_to_the_letter(tmp_path: Path) -> None:
     """Each file is written and each command run, in order. A busy machine may make a run inconclusive: exit code 3."""
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
