@@ -1,4 +1,4 @@
-"""`pdproof conform`: black-box cases against a pair of servers, and what each says of the catalogue's rules."""
+"""`pdproof conform`: cases against a pair of servers, or a connector in process, and what they say of the rules."""
 
 from __future__ import annotations
 
@@ -19,19 +19,31 @@ from harness.cases.makers import maker_of
 from harness.cases.registry import CASES, chosen
 from harness.cases.runner import Outcome, Plan, run_cases
 from harness.cases.terms import SIZES
-from harness.commands.exit_codes import exit_code
 from harness.commands.options import SEED
 from harness.commands.run import ended_like_ctrl_c
+from harness.commands.sysexits import SysexitsCommand
+from harness.conformance.exits import Exit
 from harness.progress import RunProgress
 from harness.verdicts import Verdict, worst
 
+_EXITS = {
+    Verdict.PASS: Exit.CONFORMANT, Verdict.FAIL: Exit.NOT_CONFORMANT, Verdict.INCONCLUSIVE: Exit.INCONCLUSIVE,
+    Verdict.ERROR: Exit.OUR_FAULT,
+}  # fmt: skip
 _STYLE = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "bold red"}
 
 
-@click.command("conform")
+@click.command("conform", cls=SysexitsCommand)
 @click.option("--target", default="reference", show_default=True, metavar="NAME|FILE",
-              help="what is put under test: reference, vllm, or a .toml file that describes a vLLM, or servers that "
-              "somebody else runs")  # fmt: skip
+              help="servers to test from outside: reference, vllm, or a .toml file that describes a vLLM, or servers "
+              "that somebody else runs")  # fmt: skip
+@click.option("--connector", default="", metavar="reference|MODULE:FUNCTION",
+              help="test a connector in process: the reference's, or what a function of yours makes")  # fmt: skip
+@click.option("--kv-transfer-config", default="", metavar="JSON",
+              help="test a connector of vLLM's in process, named as vLLM names it")  # fmt: skip
+@click.option("--in-process", is_flag=True, help="with --list or --twins: of the cases in process")
+@click.option("--known", default="", metavar="NAME|FILE", help="in process: expectations; default: those of pdproof")
+@click.option("--allow-known", is_flag=True, help="in process: end with 0 if all failures are known ones")
 @click.option("--case", "patterns", multiple=True, metavar="NAME",
               help="run these alone: a name, its beginning up to an underscore, or a shell pattern")  # fmt: skip
 @click.option("--size", type=click.Choice(list(SIZES)), default="small", show_default=True,
@@ -42,9 +54,27 @@ _STYLE = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE:
               help="the folder to make, with a run folder for each case; default: a new one under runs/")  # fmt: skip
 @click.option("--seed", type=SEED, default=2, show_default=True, help="of all chance")
 def command(
-    target: str, patterns: tuple[str, ...], size: str, twins: bool, listed: bool, out: Path | None, seed: int
+    target: str, connector: str, kv_transfer_config: str, in_process: bool, known: str, allow_known: bool,
+    patterns: tuple[str, ...], size: str, twins: bool, listed: bool, out: Path | None, seed: int,
 ) -> int:  # fmt: skip
-    """Run black-box cases, judge them, and print a table of cases and verdicts."""
+    """Run cases, judge them, and print a table of cases and verdicts.
+
+    From outside (--target) it takes minutes, in process (--connector, --kv-transfer-config) seconds. Exit codes:
+    0 conformant, 1 not, 2 inconclusive, 3 expectations are stale, 64 wrong usage, 65 bad data, 70 our own fault,
+    78 a subject or expectations that cannot be used.
+    """
+    if connector and kv_transfer_config:
+        raise click.UsageError("--connector and --kv-transfer-config: give one of them")
+    if connector or kv_transfer_config or in_process:
+        from harness.commands import in_process as inside
+
+        if listed:
+            click.echo("\n".join(inside.listed(patterns)))
+            return 0
+        return inside.conform_in_process(
+            connector, kv_transfer_config, patterns, twins=twins, out=out, seed=seed, known=known,
+            allow_known=allow_known,
+        )  # fmt: skip
     cases = chosen(patterns)
     unmatched = [p for p in patterns if not chosen((p,))]
     if unmatched:
@@ -59,7 +89,7 @@ def command(
     plan = Plan(size=SIZES[size], seed=seed, out=folder, twins=twins, command=["pdproof", *sys.argv[1:]])
     outcomes = _performed(cases, maker, plan)
     _print(outcomes, folder, twins=twins)
-    return exit_code(worst(o.verdict for o in outcomes if o.verdict is not None))
+    return _EXITS[worst(o.verdict for o in outcomes if o.verdict is not None)]
 
 
 def _performed(cases: list[Case], maker: Maker, plan: Plan) -> list[Outcome]:

@@ -30,7 +30,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     twins: bool = False
     """Whether the cases' broken twins were run, on the reference implementation, in place of the cases."""
     commit: str
-    machine: dict[str, str | int | float]
+    machine: dict[str, str | int | float | bool | None]
     started_wall_ns: int
     command: list[str]
 

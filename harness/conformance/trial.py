@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from harness.conformance.case import Case
 from harness.conformance.clocks import Skew
 from harness.conformance.subject import Params, Refused, Role, Subject, Terms
@@ -12,7 +14,8 @@ from harness.verdicts import Verdict
 
 FOR_REMOTE: Params = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a router asks of the first leg."""
-PROMPT_TOKENS = 200
+PROMPT_TOKENS: Final = 200
+VOCABULARY: Final = 4_000
 
 
 class Unfit(Exception):
@@ -48,9 +51,9 @@ class Trial:
     def prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """Return a prompt that begins like no other."""
         self._prompts += 1
-        return [(self.seed * 7 + self._prompts * 131) % 4_000] + [
-            self.world.chance.randrange(4_000) for _ in range(tokens - 1)
-        ]
+        own = (self.seed * 7 + self._prompts * 131) % VOCABULARY
+        rest: list[int] = self.world.chance.integers(VOCABULARY, size=tokens - 1).tolist()
+        return [own, *rest]
 
     # Doing.
 

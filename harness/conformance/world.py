@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -37,6 +36,7 @@ from harness.conformance.timeline import ENTRIES_MAX, Entry
 from harness.conformance.watch import Breach, Watch
 from reference_impl.rules.clock import NS_PER_S, s_to_ns
 from reference_impl.rules.events import Scalar
+from workloads.chance import generator
 
 STEP_NS: Final = NS_PER_S // 20
 """No engine goes longer without a turn."""
@@ -135,7 +135,7 @@ class World:
 
     def __init__(self, subject: Subject, seed: int = 0, terms: Terms | None = None) -> None:
         self.subject = subject
-        self.chance = random.Random(seed)  # noqa: S311 # a history, not a secret
+        self.chance = generator(seed, "world")
         self.seed = seed
         self.terms = terms or Terms()
         self.network = Network()

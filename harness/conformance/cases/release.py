@@ -159,7 +159,7 @@ def _damaged(trial: Trial) -> None:
     damaged = [
         b"", b"\x00", b"\xff\xfe\xfd", b"HB:", b"HB:\xff\xff", b":", b"no-such-thing", b"a:b:c", b"id:-1",
         b"id:999999999999", whole[: len(whole) // 2], bytes(each | 0x80 for each in whole), whole + b":x",
-        bytes(trial.world.chance.randrange(256) for _ in range(64)),
+        trial.world.chance.bytes(64),
     ]  # fmt: skip
     ended_by = ""
     for data in damaged:

@@ -148,7 +148,7 @@ def _hostile_questions(trial: Trial) -> None:
     trial.terms(lease_s=LEASE_S)
     p, d = trial.pair()
     for question in (b"", b"\xc1", b"\x93\xa1x\x00\x00", b"\x90", b"\x93\xacget_meta_msg\x00\x7f", b"\x92\xa1x\x00",
-                     bytes(trial.world.chance.randrange(256) for _ in range(40))):  # fmt: skip
+                     trial.world.chance.bytes(40)):  # fmt: skip
         d.ask(p.spec.port, question, lambda *_: None)
         trial.world.pass_time(0.2)
         if not p.alive:
