@@ -14,10 +14,11 @@ import msgspec
 from harness.conformance.network import ASK_LIMIT_NS
 from harness.conformance.subject import LATE, UNSENT_HEARTBEATS, Misuse
 from harness.conformance.subjects.reference import HostShaker, HostTransport, ReferenceEngine
+from reference_impl.content import BLOCK_WORDS
 from reference_impl.engine.connector import Connector
 from reference_impl.engine.core import Sequence
 from reference_impl.rules import agreement, clocksync, consumer
-from reference_impl.rules.clocksync import Estimate
+from reference_impl.rules.clocksync import ClockSync, Estimate
 from reference_impl.rules.consumer import Consumer, Failed
 from reference_impl.rules.handoff import HandOff
 from reference_impl.rules.heartbeat import Beat, HeartbeatTracker
@@ -26,6 +27,7 @@ from reference_impl.rules.messages import Heartbeat, How
 from reference_impl.rules.producer import Producer, Send
 from reference_impl.rules.terms import KvTerms, LoadPolicy
 from reference_impl.transport.base import ReadResult
+from reference_impl.transport.plan import Piece, pieces
 
 Patches: TypeAlias = list[tuple[Any, str, Any]]
 FOREVER_NS: Final = 10**18
@@ -638,3 +640,96 @@ def expired_fails() -> Patches:
         load_over(self, over)
 
     return [(Connector, "_load_over", refuse)]
+
+
+@_defect
+def first_late() -> Patches:
+    """The first heartbeat leaves two intervals after it could."""
+    due = HeartbeatTracker.due
+
+    def late(self: HeartbeatTracker, engine_id: str, now_ns: int, interval_ns: int) -> list[Beat]:
+        first = vars(self).setdefault("_first_ns", now_ns)
+        return due(self, engine_id, now_ns, interval_ns) if now_ns >= first + 2 * interval_ns else []
+
+    return [(HeartbeatTracker, "due", late)]
+
+
+@_defect
+def ranks_swapped() -> Patches:
+    """Each rank reads its part into the place of the next one's."""
+
+    def swapped(mine: int, theirs: int) -> list[Piece]:
+        return [p._replace(first=(p.first + p.words) % BLOCK_WORDS) for p in pieces(mine, theirs)]
+
+    def land(self: HostTransport, holder: HostTransport, blocks: Any, ranks: int) -> None:
+        for read, put in zip(pieces(self._spec.ranks, ranks), swapped(self._spec.ranks, ranks), strict=True):
+            words, place = slice(read.first, read.first + read.words), slice(put.first, put.first + put.words)
+            self.kv[blocks.local, place] = holder.kv[blocks.remote, words]
+
+    return [(HostTransport, "_land", land)]
+
+
+@_defect
+def shaking_blocks() -> Patches:
+    """The engine stands still until a handshake has been answered."""
+    go, back, step = HostShaker._go, HostShaker._back, ReferenceEngine.step
+
+    def begin(self: HostShaker, engine_id: str, port: int, *, measured: bool) -> None:
+        vars(self)["_shaking"] = True
+        go(self, engine_id, port, measured=measured)
+
+    def end(self: HostShaker, *of: Any) -> None:
+        vars(self)["_shaking"] = False
+        back(self, *of)
+
+    def stand(self: ReferenceEngine) -> None:
+        if not vars(self._shaker).get("_shaking"):
+            step(self)
+
+    return [(HostShaker, "_go", begin), (HostShaker, "_back", end), (ReferenceEngine, "step", stand)]
+
+
+@_defect
+def anybody_suits() -> Patches:
+    """Nobody looks whether the two sides suit each other."""
+    from harness.conformance.subjects import reference
+
+    return [(reference, "incompatible", lambda *_: "")]
+
+
+@_defect
+def no_margin() -> Patches:
+    """The estimate's error is not taken off, and there is no margin."""
+
+    def bold(_self: Consumer, load: Any, peer: Any, now_ns: int) -> bool:
+        estimate = peer.clock.estimate(now_ns)
+        return estimate is not None and bool(load.handoff.expiry_ns - estimate.offset_ns > now_ns)
+
+    return [(Consumer, "_in_time", bold), (Producer, "_why_not", lambda *_: "")]
+
+
+@_defect
+def measured_once() -> Patches:
+    """A clock is measured at the first handshake, and never again; the estimate does not age."""
+    add = ClockSync.add
+
+    def first(self: ClockSync, sample: Any) -> bool:
+        return True if self._best else add(self, sample)
+
+    def ageless(self: ClockSync, _now_ns: int) -> Estimate | None:
+        return clocksync._estimate(self._best, self._best.received_ns) if self._best else None
+
+    return [
+        (ClockSync, "add", first), (ClockSync, "estimate", ageless), (ClockSync, "stale", lambda *_: False),
+        (consumer, "FORGET_IDLE_NS", FOREVER_NS), (Producer, "_why_not", lambda *_: ""),
+    ]  # fmt: skip
+
+
+@_defect
+def renewal_ignored() -> Patches:
+    """A renewal is answered, and changes nothing."""
+
+    def nothing(self: Producer, request_id: str, _now_ns: int) -> Lease | None:
+        return self.leases.get(request_id)
+
+    return [(Producer, "renew", nothing)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
 from harness.conformance.exits import Exit
-from harness.conformance.subject import Params, Subject
+from harness.conformance.subject import Capability, Params, Subject
 from harness.errors import BadInput
 
 REFERENCE: Final = "reference"
@@ -80,4 +81,20 @@ def made(name: SubjectName) -> Subject:
     lacking = [part for part in ("name", "versions", "capabilities", "engine", "meaning") if not hasattr(subject, part)]
     if lacking:
         raise BadSubject(f"--connector {name.connector}: what it returns is no subject; it has no {', '.join(lacking)}")
+    problem = _unfit(subject)
+    if problem:
+        raise BadSubject(f"--connector {name.connector}: {problem}")
     return subject
+
+
+def _unfit(subject: Any) -> str:
+    """Return what of a stranger's subject is not as it should be, "" if all is well."""
+    if not isinstance(subject.name, str) or not subject.name:
+        return "its name must be a text"
+    versions = subject.versions
+    if not isinstance(versions, dict) or not all(isinstance(part, str) for pair in versions.items() for part in pair):
+        return "its versions must be texts by the names of packages"
+    if isinstance(subject.capabilities, str) or not isinstance(subject.capabilities, Iterable):
+        return "its capabilities must be a set"
+    strange = [str(claim) for claim in subject.capabilities if claim not in list(Capability)]
+    return f"it claims {', '.join(strange)}; there are {', '.join(Capability)}" if strange else ""

@@ -136,4 +136,4 @@ class SubjectProcess:
 def _paths(environment: Mapping[str, str]) -> list[str]:
     """Return where a subject's modules are looked for: in the folder that the run was started in, too."""
     given = environment.get("PYTHONPATH", "")
-    return [str(Path.cwd()), *(given.split(os.pathsep) if given else [])]
+    return [str(Path.cwd()), *(str(Path(path).absolute()) for path in given.split(os.pathsep) if path)]

@@ -10,7 +10,7 @@ import msgspec
 
 from harness import machine
 from harness.conformance.case import Case
-from harness.conformance.naming import SubjectName
+from harness.conformance.naming import BadSubject, SubjectName
 from harness.conformance.orders import Ready, Tried, Try
 from harness.conformance.process import SubjectLost, SubjectProcess
 from harness.conformance.results import CaseResult, Header
@@ -66,7 +66,7 @@ def _result(case: Case, twin: str, process: SubjectProcess, ready: Ready, plan: 
         reply = process.ask(Try(case=case.name, seed=plan.seed, twin=twin), plan.case_limit_s)
         assert isinstance(reply, Tried)
         tried = reply
-    except SubjectLost as lost:
+    except (SubjectLost, BadSubject) as lost:  # it can be made once, and not again: its own fault
         tried = Tried(verdict=Verdict.FAIL, found=f"R1: {lost}")
     seconds = (now_ns() - begun_ns) / NS_PER_S
     if twin:

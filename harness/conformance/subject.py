@@ -31,6 +31,10 @@ class Capability(enum.StrEnum):
 
     LEASES = "leases"
     """Blocks are kept for a remote reader under a lease that heartbeats renew."""
+    PULL = "pull"
+    """The reader reads the holder's memory, and reports that it has."""
+    PUSH = "push"
+    """The holder writes into the reader's memory, and knows by itself when it has."""
     TWO_TURN = "two-turn"
     """The decode side keeps a finished turn's blocks, and the next turn's prefill may read them."""
     RENEWAL = "renewal"
@@ -89,6 +93,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 4
     """Requests that run at once; the others wait in the queue."""
     ranks: int = 1
+    model: str = "world"
+    """Engines of unlike models do not suit each other."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +105,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     params: Params | None = None
     """None: nothing is to be handed over; it computes by itself."""
+    external_id: str = ""
+    """What the router calls it: the same on all its legs."""
 
 
 class How(enum.StrEnum):
@@ -206,6 +214,10 @@ class Engine(Protocol):
 
     def ended(self) -> list[Ending]:
         """Return the requests that ended since the last call."""
+        ...
+
+    def renew(self, hand_off: Params) -> Params | None:
+        """Keep a finished turn alive; return its new hand-off, None if it is gone. Only where RENEWAL is claimed."""
         ...
 
     def holds(self) -> dict[str, list[int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from harness.conformance.case import Case
+from harness.conformance.checked import checked
 from harness.conformance.clocks import Skew
-from harness.conformance.subject import Params, Refused, Role, Subject, Terms
+from harness.conformance.subject import Capability, Params, Refused, Role, Subject, Terms
 from harness.conformance.timeline import Entry
 from harness.conformance.watch import Breach
 from harness.conformance.world import EngineDied, Leg, Life, World
@@ -26,7 +27,7 @@ class Trial:
     """See above. The usual world has one prefill and one decode engine, `p` and `d`."""
 
     def __init__(self, subject: Subject, seed: int, terms: Terms | None = None) -> None:
-        self.subject = subject
+        self.subject = checked(subject)
         self.seed = seed
         self.world = World(subject, seed, terms)
         self.unmet: list[str] = []
@@ -60,7 +61,8 @@ class Trial:
     def prefilled(self, p: Life, prompt: list[int] | None = None, *, name: str = "", **more: object) -> Leg:
         """Send a first leg and wait for its end. Raises Unfit if it hands nothing over."""
         leg = self.world.submit(p, prompt or self.prompt(), params=FOR_REMOTE | more, name=name)
-        if not self.world.over(leg) or leg.hand_off is None:
+        keeps = Capability.LEASES in self.subject.capabilities
+        if not self.world.over(leg) or (keeps and leg.hand_off is None):
             raise Unfit(f"the prefill of {leg.name} handed nothing over: {leg.end}")
         return leg
 
@@ -134,9 +136,9 @@ def tried(case: Case, subject: Subject, seed: int) -> Judged:
     except EngineDied as error:
         unfit = f"{error} had ended"
     world = trial.world
+    world.close()
     breaches = list(world.breaches)
     timeline = list(world.timeline)
-    world.close()
     problems = [*trial.unmet, *(f"{b.rule}: {b.what}" for b in breaches)]
     if problems:
         return Judged(Verdict.FAIL, "; ".join(problems), breaches, timeline, unfit)

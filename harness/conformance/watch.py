@@ -32,6 +32,8 @@ class Breach(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     what: str
     t_ns: int
+    where: str = ""
+    """Of what kind it is, among the breaches of its rule: so that a search can tell one from another."""
 
 
 @dataclass
@@ -82,11 +84,11 @@ class Watch:
         self._longest_step_ns = 0
         self._before_ns = 0
 
-    def breach(self, rule: str, what: str) -> None:
+    def breach(self, rule: str, what: str, where: str = "") -> None:
         """Note that a rule is broken. A world gone wrong says so again and again: only the first ones are kept."""
         if len(self.breaches) < BREACHES_MAX:
             t_ns = self._world.timeline[-1].t_ns if self._world.timeline else 0
-            self.breaches.append(Breach(rule=rule, what=what, t_ns=t_ns))
+            self.breaches.append(Breach(rule=rule, what=what, t_ns=t_ns, where=where))
             self._world.note("watch", "breach", rule, found=what[:400])
 
     def sent_by(self, sender: str, kind: Kind) -> list[Sent]:
@@ -99,15 +101,17 @@ class Watch:
         """See a message leave: it names what its holder knows (C1)."""
         now = self._world.network.now_ns
         self.messages.append(Sent(now, sender.name, receiver.name, meaning, data, len(delays)))
-        holder = sender if meaning.kind is Kind.ANSWER else receiver
+        # A registration asks the holder to write, and says whom for.
+        holder = sender if meaning.kind in (Kind.ANSWER, Kind.REGISTRATION) else receiver
         known = self._ids[holder.name]
         strange = [request for request in meaning.requests if request not in known]
         if meaning.kind is not Kind.UNKNOWN and strange:
             route = f"from {sender.name} to {receiver.name}"
-            self.breach("C1", f"a {meaning.kind} {route} names {strange}: {holder.name} has no such request")
+            self.breach("C1", f"a {meaning.kind} {route} names {strange}: {holder.name} has no such request",
+                        meaning.kind)  # fmt: skip
 
-    def arrived(self, receiver: Life, sender: Life, meaning: Meaning) -> None:
-        """See a message arrive: what it may do to a lease."""
+    def arrived(self, receiver: Life, sender: Life, meaning: Meaning, number: int) -> None:  # noqa: ARG002
+        """See a message arrive: what it may do to a lease. `number` is 0 for bytes that nobody sent like that."""
         now = self._world.network.now_ns
         for request in meaning.requests:
             grant = self.grants.get((receiver.name, request))
@@ -125,11 +129,30 @@ class Watch:
             if meaning.kind is Kind.HEARTBEAT and receiver.runs:
                 grant.earliest_ns = max(grant.earliest_ns, now + self._early(extension_ns))
 
+    def submitted(self, leg: Leg) -> None:
+        """See a request arrive."""
+        self._ids[leg.life.name].add(leg.name)
+
+    def unsent(self, life: Life, meaning: Meaning) -> None:
+        """See a message that could not leave."""
+
+    def reading(self, life: Life) -> None:
+        """See a read begin."""
+
+    def asking(self, life: Life) -> None:
+        """See a question leave."""
+
+    def moved(self, life: Life) -> None:
+        """See a transfer end well that an engine began: one that pushes knows by itself that it is done."""
+        if Capability.PUSH in self._world.subject.capabilities:
+            for (holder, _), grant in self.grants.items():
+                if holder == life.name:
+                    grant.reports.add(life.name)
+
     def ended(self, leg: Leg, end: Ending) -> None:
         """See a request end: what it answered (S2), and what it keeps."""
         if end.right is False:
             self.breach("S2", f"{leg.name} was answered from KV that is not its prompt's")
-        self._ids[leg.life.name].add(leg.name)
         if end.how is How.ANSWERED and end.hand_off and Capability.LEASES in self._world.subject.capabilities:
             params = leg.request.params or {}
             turn = not params.get("do_remote_decode")
@@ -145,6 +168,14 @@ class Watch:
         grant = self.grants.get((leg.life.name, leg.name))
         if grant is not None:
             grant.aborted = True
+
+    def renewed(self, leg: Leg) -> None:
+        """See a turn renewed."""
+        grant = self.grants.get((leg.life.name, leg.name))
+        if grant is not None:
+            length_ns, now = s_to_ns(leg.life.spec.terms.ttl_s), self._world.network.now_ns
+            grant.earliest_ns = max(grant.earliest_ns, now + self._early(length_ns))
+            grant.latest_ns = max(grant.latest_ns, now + self._late(length_ns))
 
     def died(self, life: Life) -> None:
         """Forget an engine's leases: its memory is gone."""
@@ -172,8 +203,6 @@ class Watch:
             self._longest_step_ns = max(self._longest_step_ns, now - self._before_ns)
         self._before_ns = now
         for life in self._world.living():
-            for name in life.legs:
-                self._ids[life.name].add(name)
             if life.frozen or not any(holder == life.name for holder, _ in self.grants):
                 continue
             held = self._world.held(life)
@@ -186,7 +215,7 @@ class Watch:
         if still:
             if now > grant.latest_ns:
                 self.breach("L1", f"{life.name} holds {request} {(now - grant.latest_ns) / NS_PER_S:.2f} s after its "
-                            f"{kind} had to end")  # fmt: skip
+                            f"{kind} had to end", kind)  # fmt: skip
                 grant.latest_ns = now + 3_600 * NS_PER_S  # said once
             late_ns = now - grant.reported_ns - 3 * self._longest_step_ns
             if grant.reported_ns and late_ns > SLACK_NS and self.expects_release and self._one_rank():

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import sysconfig
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from faults.nixl.dialects import Meaning
+from faults.nixl.orders import Kind
+from harness.conformance.checked import check_asking, check_later, check_reading, check_sending, checked
 from harness.conformance.clocks import Skew
 from harness.conformance.network import ASK_LIMIT_NS, Network, NetworkFlight
 from harness.conformance.subject import (
@@ -45,7 +51,9 @@ EPOCH_NS: Final = 10 * 86_400 * NS_PER_S
 """Where the true time begins: no clock ever shows less than nothing."""
 DRAIN_SPARE_S: Final = 60.0
 ERROR_CHARS_MAX: Final = 2_000
-_HERE: Final = "/harness/conformance/"
+_HERE: Final = str(Path(__file__).parent) + "/"
+_STANDARD: Final = sysconfig.get_path("stdlib") + "/"
+_NUMPY: Final = str(Path(np.__file__).parent) + "/"
 
 T = TypeVar("T")
 
@@ -115,33 +123,39 @@ class Life:
 
     def send(self, receiver: str, message: bytes, *, rank: int = 0, to_rank: int = 0) -> bool:
         """Send a message."""
+        check_sending(receiver, message, rank, to_rank)
         return self.alive and self.world.sent(self, receiver, message, rank, to_rank)
 
     def read(self, holder: str, land: Callable[[], None]) -> NetworkFlight:
         """Start a read."""
+        check_reading(holder, land)
         return self.world.reading(self, holder, land)
 
     def ask(self, port: int, question: bytes, answer: Callable[[bytes | None, int, int], None]) -> None:
         """Ask whoever listens at a port."""
+        check_asking(port, question, answer)
         self.world.asked(self, port, question, answer)
 
     def later(self, delay_ns: int, act: Callable[[], None]) -> None:
         """Have something happen, unless it is dead by then."""
+        check_later(delay_ns, act)
         self.world.network.after(delay_ns, partial(self.world.call, self, act))
 
 
 class World:
     """Everything. `watch.breaches` holds what was seen broken; a search stops at the first."""
 
-    def __init__(self, subject: Subject, seed: int = 0, terms: Terms | None = None) -> None:
-        self.subject = subject
+    def __init__(
+        self, subject: Subject, seed: int = 0, terms: Terms | None = None, watch: Callable[[World], Watch] = Watch
+    ) -> None:
+        self.subject = checked(subject)
         self.chance = generator(seed, "world")
         self.seed = seed
         self.terms = terms or Terms()
         self.network = Network()
         self.network.now_ns = EPOCH_NS
         self.timeline: deque[Entry] = deque(maxlen=ENTRIES_MAX)
-        self.watch = Watch(self)
+        self.watch = watch(self)
         self.lives: dict[str, Life] = {}
         """All that ever were, by name."""
         self.places: dict[str, Life] = {}
@@ -207,22 +221,28 @@ class World:
         self.watch.died(life)
         for leg in list(life.legs.values()):
             self._over(leg, Ending(request_id=leg.name, how=How.FAILED, error="its engine died"))
-        life.engine.close()
+        self._close(life)
+
+    def _close(self, life: Life) -> None:
+        try:
+            life.engine.close()
+        except Exception as error:
+            if _ours(error):
+                raise
+            self.watch.breach("R1", f"{life.name} cannot be closed: {_words(error)}")
 
     def living(self) -> list[Life]:
         """Return the engines that live, frozen ones as well."""
         return [life for life in self.places.values() if life.alive]
 
-    def call(self, life: Life, act: Callable[[], T]) -> T | None:
+    def call(self, life: Life, act: Callable[[], T], *, may_refuse: bool = False) -> T | None:
         """Have an engine do something at its own time. What it raises ends it, and is a breach of R1."""
         if not life.alive:
             return None
         try:
             return act()
-        except Refused:
-            raise
         except Exception as error:
-            if _ours(error):
+            if (may_refuse and isinstance(error, Refused)) or _ours(error):
                 raise
             self.watch.breach("R1", f"{life.name} ended: {_words(error)}")
             self._bury(life)
@@ -236,19 +256,23 @@ class World:
     ) -> Leg:  # fmt: skip
         """Send a request to an engine. Its end is `Leg.end`, some steps later. Raises Refused, EngineDied."""
         request_id = name or f"r{next(self._names)}"
-        request = Request(request_id=request_id, prompt=prompt, max_tokens=max_tokens, params=params)
+        external_id = source.request.external_id if source is not None else request_id
+        request = Request(
+            request_id=request_id, prompt=prompt, max_tokens=max_tokens, params=params, external_id=external_id
+        )  # fmt: skip
         leg = Leg(request, life, source, self.network.now_ns)
         self.note("client", "request", request_id, engine=life.name, tokens=len(prompt))
         if not life.runs:
             raise EngineDied(life.name)
         life.legs[request_id] = leg
         self.legs.append(leg)
+        self.watch.submitted(leg)
         try:
-            self.call(life, partial(life.engine.submit, request))
+            self.call(life, partial(life.engine.submit, request), may_refuse=True)
         except Refused as refusal:
             del life.legs[request_id]
             self.legs.remove(leg)
-            self.note(life.name, "refused", request_id, why=str(refusal))
+            self.note(life.name, "refused", request_id, why=_text(refusal))
             raise
         if not life.alive:
             raise EngineDied(life.name)
@@ -259,6 +283,17 @@ class World:
         self.note("client", "gone", leg.name)
         self.watch.aborted(leg)
         self.call(leg.life, partial(leg.life.engine.abort, leg.name))
+
+    def renew(self, leg: Leg) -> Params | None:
+        """A client keeps a finished turn alive; return the hand-off to use from then on."""
+        given = leg.hand_off
+        if given is None:
+            return None
+        self.note("client", "renews", leg.name)
+        found = self.call(leg.life, partial(leg.life.engine.renew, given))
+        if found is not None:
+            self.watch.renewed(leg)
+        return found
 
     def _over(self, leg: Leg, end: Ending) -> None:
         leg.life.legs.pop(leg.name, None)
@@ -273,25 +308,30 @@ class World:
         """Take a message on its way. False if its receiver is gone."""
         there = self.lives.get(receiver)
         message = self.network.message(life.name, receiver, data)
-        meaning = self.subject.meaning(data)
+        meaning = self.meaning(data)
         if there is None or not there.alive:
             self.note(life.name, "unsent", receiver, says=_said(meaning))
+            self.watch.unsent(life, meaning)
             return False
         deliveries = self.network.link(message)
         self.note(life.name, "sends", receiver, says=_said(meaning), arrives=len(deliveries))
         self.watch.sent(life, there, meaning, data, [delay for delay, _ in deliveries])
         for delay_ns, arrived in deliveries:
-            self.network.after(delay_ns, partial(self._arrive, life, there, arrived, rank, to_rank))
+            number = message.number if arrived == data else 0
+            self.network.after(delay_ns, partial(self._arrive, life, there, arrived, rank, to_rank, number))
         return True
 
     def inject(self, sender: Life, receiver: Life, data: bytes) -> None:
         """Have bytes arrive that nobody sent."""
-        self.note("world", "injects", receiver.name, bytes=len(data), says=_said(self.subject.meaning(data)))
+        self.note("world", "injects", receiver.name, bytes=len(data), says=_said(self.meaning(data)))
         self._arrive(sender, receiver, data)
 
-    def _arrive(self, sender: Life, receiver: Life, data: bytes, rank: int = 0, to_rank: int = 0) -> None:
+    def _arrive(
+        self, sender: Life, receiver: Life, data: bytes, rank: int = 0, to_rank: int = 0, number: int = 0
+    ) -> None:
+        """`number`: of the message that these bytes are, unharmed; 0 if they are none that was sent."""
         if receiver.alive:
-            self.watch.arrived(receiver, sender, self.subject.meaning(data))
+            self.watch.arrived(receiver, sender, self.meaning(data), number)
             self.call(receiver, partial(receiver.engine.deliver, sender.name, data, rank, to_rank))
 
     def reading(self, life: Life, holder: str, land: Callable[[], None]) -> NetworkFlight:
@@ -300,6 +340,7 @@ class World:
         plan = self.network.reads(life.name, holder)
         there = self.lives.get(holder)
         self.note(life.name, "reads", holder, takes_s=plan.takes_ns / NS_PER_S, fails=plan.fails)
+        self.watch.reading(life)
 
         def landed() -> None:
             if life.alive and there is not None and there.alive and flight.state is ReadState.RUNNING:
@@ -308,6 +349,8 @@ class World:
         def over() -> None:
             gone = there is None or not there.alive
             flight.end(ReadState.FAILED if plan.fails or gone else ReadState.DONE)
+            if flight.state is ReadState.DONE:
+                self.watch.moved(life)
 
         if not plan.fails:
             self.network.after(round(plan.takes_ns * plan.lands), landed)
@@ -338,6 +381,7 @@ class World:
                 self.network.after(times[1], partial(back, reply))
 
         self.note(life.name, "asks", f"port {port}")
+        self.watch.asking(life)
         if times is not None:
             self.network.after(times[0], there)
         self.network.after(ASK_LIMIT_NS, partial(back, None))
@@ -376,7 +420,7 @@ class World:
         """Let time pass until requests have ended; False if one has not within the limit."""
         return self.until(lambda: all(leg.end is not None for leg in legs), limit_s)
 
-    def drain(self, longest_s: float | None = None) -> None:
+    def drain(self, longest_s: float | None = None, step_ns: int = STEP_NS) -> None:
         """Heal the network and let everything come to rest; what does not is a breach (K1)."""
         from harness.conformance.network import at_once, there_and_back, well
 
@@ -389,18 +433,31 @@ class World:
         terms = [life.spec.terms for life in self.lives.values()]
         held_s = max(max(t.lease_s, t.ttl_s if t.two_turn else 0) for t in terms)
         limit_s = DRAIN_SPARE_S + held_s if longest_s is None else longest_s
-        self.until(lambda: not any(life.legs or self.held(life) for life in self.living()), limit_s)
+        self.until(lambda: not any(life.legs or self.held(life) for life in self.living()), limit_s, step_ns)
         self.watch.rest()
 
     # Looks.
 
     def held(self, life: Life) -> dict[str, list[int]]:
         """Return who holds which blocks of an engine."""
-        return life.engine.holds() if life.alive else {}
+        return self.call(life, life.engine.holds) or {}
 
     def metrics(self, life: Life) -> dict[str, float]:
-        """Return an engine's counters."""
-        return life.engine.metrics() if life.alive else {}
+        """Return an engine's counters. Raises EngineDied."""
+        counters = self.call(life, life.engine.metrics)
+        if counters is None:
+            raise EngineDied(life.name)
+        return counters
+
+    def meaning(self, data: bytes) -> Meaning:
+        """Return what a message says. A subject that cannot tell is a breach of R1."""
+        try:
+            return self.subject.meaning(data)
+        except Exception as error:
+            if _ours(error):
+                raise
+            self.watch.breach("R1", f"the subject cannot say what a message means: {_words(error)}")
+            return Meaning(Kind.UNKNOWN)
 
     @property
     def breaches(self) -> list[Breach]:
@@ -417,7 +474,7 @@ class World:
         """End every engine."""
         for life in self.living():
             life.alive = False
-            life.engine.close()
+            self._close(life)
 
 
 def _said(meaning: Meaning) -> str:
@@ -425,9 +482,27 @@ def _said(meaning: Meaning) -> str:
 
 
 def _ours(error: BaseException) -> bool:
-    """Whether what was raised is a mistake of the suite, or of a subject's adapter in it, and not of the connector."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and _HERE in frames[-1].filename and not isinstance(error, Misuse)
+    """Whether what was raised is a mistake of the suite, or of a subject's adapter in it, and not of the connector.
+
+    It is of whoever called last, the standard library and numpy left aside: they raise for others. What stands in for
+    the transport, and whoever looks at what a connector returns, raise Misuse.
+    """
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if not _library(file)), "")
+    return last.startswith(_HERE) and not isinstance(error, Misuse)
+
+
+def _library(file: str) -> bool:
+    installed = "/site-packages/" in file or "/dist-packages/" in file
+    return file.startswith(("<frozen ", _NUMPY)) or (file.startswith(_STANDARD) and not installed)
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's text, in characters that can be written down."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # a stranger's __str__
+        return "(its text cannot be had)"
 
 
 def _words(error: BaseException) -> str:
@@ -436,4 +511,4 @@ def _words(error: BaseException) -> str:
     places = " < ".join(
         f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})" for frame in reversed([*frames])
     )
-    return f"{type(error).__name__}: {error} in {places}"[:ERROR_CHARS_MAX]
+    return f"{type(error).__name__}: {_text(error)} in {places}"[:ERROR_CHARS_MAX]

@@ -14,6 +14,7 @@ LEASE_S: Final = 6.0
 PROMPT_S: Final = 1.0
 """At once, give or take some steps."""
 _LEASES: Final = frozenset({Capability.LEASES})
+_PULL: Final = frozenset({Capability.LEASES, Capability.PULL})
 
 
 def _read(trial: Trial) -> None:
@@ -241,11 +242,12 @@ CASES: Final = (
     _case("KVC-REL-002.door", "A refusal at the door frees the writer's blocks", _rejected, ("refusal_tells_nobody",)),
     _case("KVC-REL-003.hit", "A full hit in the own cache notifies without reading", _hit, ("hit_tells_nobody",),
           needs=frozenset({Capability.LEASES, Capability.PREFIX_HITS})),
-    _case("KVC-REL-004.repeated", "A report that arrives again changes nothing", _repeated, ("late_report_ends",)),
+    _case("KVC-REL-004.repeated", "A report that arrives again changes nothing", _repeated, ("late_report_ends",),
+          needs=_PULL),
     _case("KVC-REL-004.early", "A report that arrives at once ends its lease all the same", _early_report,
-          ("early_report_lost",)),
+          ("early_report_lost",), needs=_PULL),
     _case("KVC-REL-005.repeated", "A reader's repeated report counts once", _repeated_of_two, ("counts_messages",),
-          needs=frozenset({Capability.LEASES, Capability.READERS})),
+          needs=_PULL | {Capability.READERS}),
     _case("KVC-REL-006.damaged", "A damaged message is dropped and counted; the loop goes on", _damaged,
           ("damaged_ends",)),
     _case("KVC-LEASE-007.idle", "Expiry and release happen on an idle engine", _idle, ("idle_sleeps",)),

@@ -26,6 +26,20 @@ def _content(trial: Trial) -> None:
         raise Unfit("nothing was read from another engine")
 
 
+def _again(trial: Trial) -> None:
+    """Four prompts, two of which begin alike, come in turns on both sides of small pools."""
+    p, d = trial.pair(blocks=64)
+    start = trial.prompt(96)
+    prompts = [trial.prompt(150), trial.prompt(220), start + trial.prompt(60), start + trial.prompt(120)]
+    wrong = []
+    for number in range(12):
+        prompt = prompts[number * 7 % 4]
+        first = trial.prefilled(p, prompt)
+        second = trial.decoded(d, first, max_tokens=12)
+        wrong += [leg.name for leg in (first, second) if not leg.right]
+    trial.expect(not wrong, f"every one of 12 is answered rightly (wrong: {', '.join(wrong) or 'none'})")
+
+
 def _fails(policy: Policy) -> Body:
     def body(trial: Trial) -> None:
         """A read fails."""
@@ -143,6 +157,19 @@ def _handshake_fails(trial: Trial) -> None:
     trial.expect(second.right and loaded > 0, f"the next request tries again, and reads ({loaded} tokens)")
 
 
+def _unlike(trial: Trial) -> None:
+    """The two sides serve unlike models."""
+    trial.terms(lease_s=LEASE_S)
+    p = trial.world.start("p", Role.PREFILL)
+    d = trial.world.start("d", Role.DECODE, model="another")
+    leg = trial.prefilled(p)
+    reader = trial.decoded(d, leg, limit_s=90)
+    trial.expect(reader.end is not None, "a request whose holder serves another model comes to an end")
+    read = any(entry.what == "reads" for entry in trial.world.timeline)
+    trial.expect(not read, "nothing is read")
+    trial.expect(reader.right, "it is computed anew")
+
+
 def _hostile_questions(trial: Trial) -> None:
     """Whoever listens for handshakes is asked nonsense."""
     trial.terms(lease_s=LEASE_S)
@@ -165,7 +192,9 @@ def _case(name: str, title: str, body: Body, twins: tuple[str, ...], source: Sou
 
 CASES: Final = (
     _case("KVC-XFER-001.content", "What is decoded from is what was written for that prompt", _content,
-          ("reads_wrong_block",), Source.LEASE_DOCUMENT),
+          ("reads_wrong_block",), Source.LEASE_DOCUMENT, frozenset()),
+    _case("KVC-XFER-001.again", "Prompts that come again are answered rightly, whatever was recycled meanwhile", _again,
+          ("reads_wrong_block",), Source.OURS, frozenset()),
     _case("KVC-XFER-002.recompute", "A failed read is computed anew, and poisons no cache", _fails(Policy.RECOMPUTE),
           ("failed_read_counts_as_done",)),
     _case("KVC-XFER-002.fail", "A failed read fails its request, where the policy says so", _fails(Policy.FAIL),
@@ -175,6 +204,7 @@ CASES: Final = (
     _case("KVC-XFER-004.never-ends", "A transfer that never completes ends at a deadline", _never_ends,
           ("no_read_limit",)),
     _case("KVC-XFER-004.slow", "A slow transfer is waited for", _slow, ("impatient",), Source.OURS),
+    _case("KVC-HSK-001.unlike", "An incompatible peer is refused", _unlike, ("anybody_suits",), Source.USERS),
     _case("KVC-HSK-002.fails", "A failed handshake fails only what waits for it, and can be tried again",
           _handshake_fails, ("handshake_once",)),
     _case("KVC-HSK-002.nonsense", "No question ends the listener", _hostile_questions, ("question_ends",)),

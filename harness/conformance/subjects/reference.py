@@ -29,6 +29,7 @@ from harness.conformance.subject import (
     Flight,
     Host,
     How,
+    Params,
     ReadState,
     Refused,
     Request,
@@ -67,7 +68,7 @@ class ReferenceSubject:
     """See above."""
 
     name = "reference"
-    capabilities = frozenset(Capability)
+    capabilities = frozenset(Capability) - {Capability.PUSH}
 
     def __init__(self) -> None:
         self.versions = {"pdproof": version("pdproof")}
@@ -168,7 +169,7 @@ class ReferenceEngine:
 
     def _hello(self) -> Hello:
         return Hello(
-            engine_id=self._spec.name, role=self._spec.role, model="world", block_tokens=BLOCK_TOKENS,
+            engine_id=self._spec.name, role=self._spec.role, model=self._spec.model, block_tokens=BLOCK_TOKENS,
             block_bytes=8 * BLOCK_WORDS, blocks=self._spec.blocks, ranks=self._spec.ranks, terms=self.connector.terms,
             addresses=self.transport.addresses(),
         )  # fmt: skip
@@ -197,6 +198,11 @@ class ReferenceEngine:
             right=got == _right_answer(prompt, sequence.output_tokens_max),
             loaded=self._loaded.pop(sequence.request_id, 0),
         )  # fmt: skip
+
+    def renew(self, hand_off: Params) -> Params | None:
+        """Keep a turn alive."""
+        load = parse(hand_off, block_tokens=BLOCK_TOKENS, hosts=(HOST,)).load
+        return None if load is None else self.connector.renew(load, self._host.now_ns())
 
     def ended(self) -> list[Ending]:
         """Return what ended."""

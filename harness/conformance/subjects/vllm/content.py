@@ -28,31 +28,36 @@ def prefix_hashes(tokens: Sequence[int], start: int = 0, before: int = _SEED) ->
 
 
 class Pages:
-    """The slots of a KV cache. `pages` are its bytes, [blocks, bytes of a block]."""
+    """The slots of a KV cache: `cache` are its bytes, [blocks, heads, tokens of a block, bytes of a head's slot]."""
 
-    def __init__(self, pages: NDArray[np.uint8], block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        blocks, size_bytes = pages.shape
-        self._slots = pages.reshape(blocks, block_tokens, size_bytes // block_tokens)
+    def __init__(self, cache: NDArray[np.uint8]) -> None:
+        self._cache = cache
+        self._block_tokens = cache.shape[2]
 
     def write(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> None:
         """Compute the slots of the tokens `start` to `end`, as a forward pass would."""
-        hashes = prefix_hashes(tokens[:end])[start:]
-        for place, value in enumerate(hashes, start=start):
-            slot = self._slots[blocks[place // self._block_tokens], place % self._block_tokens]
-            slot[:] = np.resize(np.frombuffer(value.tobytes(), np.uint8), slot.shape)
+        if start >= end:
+            return
+        rows, slots = self._places(blocks, start, end)
+        self._cache[rows, :, slots] = self._bytes(prefix_hashes(tokens[:end])[start:])[:, None, :]
 
     def wrong(self, blocks: Sequence[int], tokens: Sequence[int], end: int) -> int | None:
         """Return the first of the tokens before `end` whose slot is not right, every byte of it; None: all are."""
         if not end:
             return None
-        hashes = prefix_hashes(tokens[:end])
-        places = np.arange(end)
-        rows = self._slots[np.asarray(blocks, np.int64)[places // self._block_tokens], places % self._block_tokens]
-        bytes_of = hashes.view(np.uint8).reshape(end, SLOT_BYTES)
-        right = np.tile(bytes_of, (1, -(-rows.shape[1] // SLOT_BYTES)))[:, : rows.shape[1]]
-        bad = (rows != right).any(axis=1)
+        rows, slots = self._places(blocks, 0, end)
+        right = self._bytes(prefix_hashes(tokens[:end]))[:, None, :]
+        bad = (self._cache[rows, :, slots] != right).any(axis=(1, 2))
         return int(bad.argmax()) if bad.any() else None
+
+    def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        places = np.arange(start, end)
+        return np.asarray(blocks, np.int64)[places // self._block_tokens], places % self._block_tokens
+
+    def _bytes(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        """Return a hash's bytes over and over, as many as a head's slot has: [tokens, bytes]."""
+        size = self._cache.shape[3]
+        return np.tile(hashes.view(np.uint8).reshape(-1, SLOT_BYTES), (1, -(-size // SLOT_BYTES)))[:, :size]
 
 
 def next_token(tokens: Sequence[int]) -> int:

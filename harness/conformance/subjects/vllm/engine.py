@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -31,6 +32,7 @@ from harness.conformance.subject import (
     EngineSpec,
     Host,
     How,
+    Params,
     Refused,
     Request,
 )
@@ -62,10 +64,14 @@ class VllmEngine:
         self._loaded: dict[str, int] = {}
         self._answers: dict[str, list[int]] = {}
         self._prompts: dict[str, int] = {}
+        self._inner: dict[str, str] = {}
+        """What vLLM calls a request."""
         self.inbox: Any = None
         """The agent that takes notifications in, if this connector has one."""
         self.executor: Any = None
         self.answers: Any = None
+        self.background: Any = None
+        """One turn of a thread of the connector's that a real engine would run beside its loop."""
         with subject.time.of(host):
             config = subject.config_of(spec)
             layout = subject.layout_of(spec)
@@ -75,7 +81,8 @@ class VllmEngine:
             )  # fmt: skip
             self._connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, layout)
             cache, pages = subject.cache_of(spec)
-            self._cache, self._pages = cache, Pages(pages, BLOCK_TOKENS)
+            self._cache, self._pages = cache, Pages(pages)
+            self._forward = _Forward(cache)
             self._connector.register_kv_caches(cache)
             subject.introduce(self, self._scheduler.connector, self._connector)
         init_none_hash(sha256)
@@ -86,7 +93,7 @@ class VllmEngine:
         params = {"kv_transfer_params": dict(request.params)} if request.params is not None else None
         too_long = len(request.prompt) + request.max_tokens > self._subject.longest_tokens
         made = VllmRequest(
-            request_id=request.request_id, prompt_token_ids=list(request.prompt),
+            request_id=self._subject.inner(request), prompt_token_ids=list(request.prompt),
             sampling_params=SamplingParams(
                 max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True, extra_args=params
             ),
@@ -95,18 +102,20 @@ class VllmEngine:
         with self._subject.time.of(self._host):
             self._scheduler.add_request(made)
             if too_long:
-                self._scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+                self._scheduler.finish_requests([made.request_id], RequestStatus.FINISHED_ABORTED)
         if too_long:
             raise Refused(f"the prompt and its answer have more than {self._subject.longest_tokens} tokens")
-        self._prompts[request.request_id] = len(request.prompt)
+        self._prompts[made.request_id] = len(request.prompt)
+        self._inner[request.request_id] = made.request_id
 
     def abort(self, request_id: str) -> None:
         """Its client has gone."""
-        known = self._scheduler.requests.get(request_id)
+        inner = self._inner.get(request_id, request_id)
+        known = self._scheduler.requests.get(inner)
         with self._subject.time.of(self._host):
-            self._scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
-        if known is not None and request_id in self._prompts:
-            self._over(Ending(request_id=request_id, how=How.ABORTED))
+            self._scheduler.finish_requests([inner], RequestStatus.FINISHED_ABORTED)
+        if known is not None and inner in self._prompts:
+            self._over(Ending(request_id=inner, how=How.ABORTED))
 
     def deliver(self, sender: str, message: bytes, rank: int, to_rank: int) -> None:  # noqa: ARG002 # one rank
         """A notification has arrived."""
@@ -124,8 +133,12 @@ class VllmEngine:
     def step(self) -> None:
         """One turn of the engine core's loop."""
         with self._subject.time.of(self._host):
+            if self.background is not None:
+                self.background()
             if self._scheduler.has_requests():
                 self._turn()
+            if self.background is not None:
+                self.background()
 
     def _turn(self) -> None:
         scheduler, connector = self._scheduler, self._connector
@@ -134,10 +147,12 @@ class VllmEngine:
         connector.bind_connector_metadata(output.kv_connector_metadata)
         early = output.has_sync_kv_loads
         if early:
-            connector.start_load_kv(None)
+            connector.start_load_kv(self._forward)
         ids, tokens = self._computed(output)
+        for layer, cache in self._cache.items():
+            connector.save_kv_layer(layer, cache, None)
         if not early:
-            connector.start_load_kv(None)
+            connector.start_load_kv(self._forward)
         connector.wait_for_save()
         results = connector.get_transfer_results(output.finished_req_ids)
         moved = KVConnectorOutput(
@@ -196,7 +211,11 @@ class VllmEngine:
         self._prompts.pop(ending.request_id, None)
         self._right.pop(ending.request_id, None)
         self._loaded.pop(ending.request_id, None)
-        self._endings.append(ending)
+        self._endings.append(msgspec.structs.replace(ending, request_id=self._subject.outer(ending.request_id)))
+
+    def renew(self, hand_off: Params) -> Params | None:  # noqa: ARG002 # the interface's
+        """No connector of vLLM's can."""
+        return None
 
     def ended(self) -> list[Ending]:
         """Return what ended."""
@@ -207,23 +226,40 @@ class VllmEngine:
         """Return whose blocks the scheduler keeps."""
         manager = self._scheduler.kv_cache_manager
         found = {name: manager.get_block_ids(name)[0] for name in self._scheduler.requests}
-        return {name: list(blocks) for name, blocks in found.items() if blocks}
+        return {self._subject.outer(name): list(blocks) for name, blocks in found.items() if blocks}
 
     def metrics(self) -> dict[str, float]:
         """Return vLLM's counters by the suite's names."""
         return {name: float(self._counts[name]) for name in self._subject.counted}
 
     def _count(self, stats: Any) -> None:
+        """Add up a step's counters; a connector of connectors has them by the names of its parts."""
         if stats is None or not isinstance(stats.data, dict):
             return
-        for theirs, ours in _COUNTERS.items():
-            self._counts[ours] += len(stats.data.get(theirs) or [])
+        for part in [stats, *(found for found in stats.data.values() if hasattr(found, "data"))]:
+            for theirs, ours in _COUNTERS.items():
+                self._counts[ours] += len(part.data.get(theirs) or [])
 
     def close(self) -> None:
         """End it, whatever its background work is doing. Its memory stays while a peer may still read it."""
         if self.executor is not None:
             self.executor.shutdown()
         self._subject.forget(self._spec.name)
+
+
+class _Layer:
+    """An attention layer, as far as connectors look at one."""
+
+    def __init__(self, cache: torch.Tensor) -> None:
+        self.kv_cache = cache
+
+
+class _Forward:
+    """A forward pass, as far as connectors look at one: which layers there are, and where their KV lies."""
+
+    def __init__(self, cache: dict[str, torch.Tensor]) -> None:
+        self.no_compile_layers = {name: _Layer(tensor) for name, tensor in cache.items()}
+        self.attn_metadata = dict.fromkeys(cache, object())
 
 
 def threads_off() -> None:

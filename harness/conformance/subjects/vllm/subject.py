@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import importlib
 import sys
+import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -21,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.version import __version__ as vllm_version
 
 from faults.nixl.dialects import Meaning, Vllm
+from harness.conformance.naming import BadSubject
 from harness.conformance.subject import (
     BAD_MESSAGES,
     DECLINED,
@@ -30,11 +33,14 @@ from harness.conformance.subject import (
     EngineSpec,
     Host,
     Params,
+    Request,
     Role,
 )
 from harness.conformance.subjects.vllm.batons import TurnTaker
+from harness.conformance.subjects.vllm.connectors import LEFT_OUT, PUSH
 from harness.conformance.subjects.vllm.engine import BLOCK_TOKENS, VllmEngine, threads_off
 from harness.conformance.subjects.vllm.nixl_double import NixlDouble
+from harness.conformance.subjects.vllm.push_writer import UnstartedThreads, one_turn_of
 from harness.conformance.subjects.vllm.virtual_time import WorldTime, put_into
 from workloads.canary.model import canary_folder
 
@@ -52,6 +58,9 @@ class VllmSubject:
 
     def __init__(self, config: Params) -> None:
         self.name = str(config.get("kv_connector", ""))
+        for name in _names(config):
+            if name in LEFT_OUT and not config.get("kv_connector_module_path"):
+                raise BadSubject(f"--kv-transfer-config: {name} cannot be run here: {LEFT_OUT[name]}")
         self.versions = {"vllm": vllm_version}
         self.time = WorldTime()
         self.longest_tokens = LONGEST_TOKENS
@@ -59,9 +68,11 @@ class VllmSubject:
         self._dialect = Vllm()
         self._engines: dict[str, VllmEngine] = {}
         self._kept: list[Any] = []
+        self._outer: dict[str, str] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="pdproof-store-")
         threads_off()
         self._base = self._make_config(config)
-        self._nixl = self.name.startswith("Nixl")
+        self._nixl = any(name.startswith("Nixl") for name in _names(config))
         self.capabilities = frozenset(self._claims())
         self.counted = [name for name in METRICS if name not in (DECLINED, BAD_MESSAGES)] if self._nixl else []
         self._load_class()
@@ -69,9 +80,10 @@ class VllmSubject:
     def _claims(self) -> set[Capability]:
         if not self._nixl:
             return {Capability.PREFIX_HITS}
-        return {
-            Capability.LEASES, Capability.TWO_TURN, Capability.READERS, Capability.PREFIX_HITS, Capability.METRICS
-        }  # fmt: skip
+        claims = {Capability.LEASES, Capability.READERS, Capability.PREFIX_HITS, Capability.METRICS}
+        if PUSH in _names(self._config):
+            return claims | {Capability.PUSH}
+        return claims | {Capability.PULL, Capability.TWO_TURN}
 
     def _make_config(self, transfer: Params) -> VllmConfig:
         arguments = EngineArgs(
@@ -116,7 +128,12 @@ class VllmSubject:
         extra = dict(transfer.kv_connector_extra_config)
         terms = spec.terms
         extra |= {"kv_lease_duration": _whole(terms.lease_s), "decoder_kv_blocks_ttl": _whole(terms.ttl_s)}
-        extra |= {"bidirectional_kv_xfer": terms.two_turn}
+        extra |= {"bidirectional_kv_xfer": terms.two_turn, "shared_storage_path": self._folder.name}
+        if "connectors" in extra:  # a connector of connectors: each child reads its own
+            shared = {name: value for name, value in extra.items() if name != "connectors"}
+            extra["connectors"] = [
+                child | {"kv_connector_extra_config": extra_of(child) | shared} for child in extra["connectors"]
+            ]
         transfer.kv_connector_extra_config = extra
         transfer.engine_id = spec.name
         transfer.kv_role = "kv_producer" if spec.role is Role.PREFILL and not terms.two_turn else "kv_consumer"
@@ -124,6 +141,9 @@ class VllmSubject:
             transfer.kv_role = "kv_both"
         transfer.kv_load_failure_policy = str(terms.policy)
         config.kv_transfer_config = transfer
+        if spec.model != EngineSpec.__struct_defaults__[-1]:
+            config.model_config = copy.copy(config.model_config)
+            config.model_config.model = spec.model
         return config
 
     def layout_of(self, spec: EngineSpec) -> KVCacheConfig:
@@ -143,13 +163,12 @@ class VllmSubject:
         )  # fmt: skip
 
     def cache_of(self, spec: EngineSpec) -> tuple[dict[str, torch.Tensor], NDArray[np.uint8]]:
-        """Return the pool as the connector is to register it, and its bytes."""
+        """Return the pool as the connector is to register it, and its bytes: [blocks, heads, tokens, bytes]."""
         page = self._layer_spec()
         content = page.page_size_bytes // (BLOCK_TOKENS * page.num_kv_heads * page.dtype.itemsize)
         tensor = torch.zeros(spec.blocks, page.num_kv_heads, BLOCK_TOKENS, content, dtype=page.dtype)
         self._kept.append(tensor)
-        pages = tensor.view(torch.uint8).numpy().reshape(spec.blocks, page.page_size_bytes)
-        return {_LAYER: tensor}, pages
+        return {_LAYER: tensor}, tensor.view(torch.uint8).numpy()
 
     def engine(self, spec: EngineSpec, host: Host) -> Engine:
         """Return a new engine, with doubles in the places of what reaches outside the process."""
@@ -166,6 +185,7 @@ class VllmSubject:
             return
         worker = sys.modules[f"{_NIXL}.base_worker"]
         scheduler = sys.modules[f"{_NIXL}.base_scheduler"]
+        push = sys.modules[f"{_NIXL}.push_worker"]
 
         def agent(_name: str, _config: object) -> NixlDouble:
             self._made = NixlDouble(spec.name, 0, host)
@@ -174,6 +194,7 @@ class VllmSubject:
         replaced = {
             (worker, "NixlWrapper"): agent,
             (worker, "nixl_agent_config"): lambda **_: None,
+            (push, "threading"): UnstartedThreads(),
             (worker, "get_tensor_model_parallel_rank"): lambda: 0,
             (worker, "get_tensor_model_parallel_world_size"): lambda: 1,
             (worker.current_platform, "discover_numa_topology"): lambda: [],
@@ -187,9 +208,12 @@ class VllmSubject:
         """Join an engine's two sides: the handshake's data goes from the worker to whoever answers for it."""
         if not self._nixl:
             return
+        scheduler_side, worker_side = _part(scheduler_side), _part(worker_side)
         worker, scheduler = worker_side.connector_worker, scheduler_side.connector_scheduler
         engine.inbox = self._made
         engine.executor = TurnTaker(engine._host, self.time)
+        if hasattr(worker, "_push_writer_loop"):
+            engine.background = one_turn_of(worker)
         worker._handshake_initiation_executor.shutdown(wait=False)
         worker._handshake_initiation_executor = engine.executor
         threads = _CapturedThreads()
@@ -221,13 +245,31 @@ class VllmSubject:
         """An engine has ended."""
         self._engines.pop(name, None)
 
+    def inner(self, request: Request) -> str:
+        """Return what vLLM calls a request.
+
+        A push connector finds the legs of a request by what its router calls it, behind which each engine's front end
+        puts eight digits of its own.
+        """
+        if PUSH not in _names(self._config):
+            return request.request_id
+        inner = f"{request.external_id}-{zlib.crc32(request.request_id.encode()):08x}"
+        self._outer[inner] = request.request_id
+        return inner
+
+    def outer(self, inner: str) -> str:
+        """Return a request's own id."""
+        return self._outer.get(inner, inner)
+
     def meaning(self, message: bytes) -> Meaning:
         """Return what a message says."""
-        return self._dialect.meaning(message)
+        said = self._dialect.meaning(message)
+        return said._replace(requests=tuple(map(self.outer, said.requests)))
 
     def close(self) -> None:
-        """Give back all pools."""
+        """Give back all pools, and what was stored."""
         self._kept.clear()
+        self._folder.cleanup()
 
 
 def _pool(page_bytes: int, blocks: int) -> KVCacheTensor:
@@ -238,6 +280,23 @@ def _pool(page_bytes: int, blocks: int) -> KVCacheTensor:
     }  # fmt: skip
     known = {field.name for field in dataclasses.fields(KVCacheTensor)}
     return KVCacheTensor(**{name: value for name, value in words.items() if name in known})
+
+
+def _names(config: Params) -> list[str]:
+    """Return the name of a connector, and of those that it consists of."""
+    return [str(one.get("kv_connector", "")) for one in [config, *extra_of(config).get("connectors", [])]]
+
+
+def extra_of(config: Params) -> Params:
+    """Return a connector's own part of its configuration."""
+    found: Params = config.get("kv_connector_extra_config") or {}
+    return found
+
+
+def _part(connector: Any) -> Any:
+    """Return the NIXL connector, where a connector consists of several."""
+    parts = getattr(connector, "_connectors", None) or [connector]
+    return next(part for part in parts if "Nixl" in type(part).__name__)
 
 
 def _whole(seconds: float) -> float:
