@@ -51,7 +51,7 @@ def judge(
         prompts = [(i, prompt) for i in batch if (prompt := sent_prompt(records[i], by_id)) is not None]
         right = oracle.are_right([p for _, p in prompts], [records[i] for i, _ in prompts])
         for (i, _), is_right in zip(prompts, right, strict=True):
-            verdicts[i] = is_right and _whole(records[i])
+            verdicts[i] = is_right and is_whole(records[i])
         progress(start + len(batch))
     return verdicts
 
@@ -76,6 +76,6 @@ def sent_prompt(record: RequestRecord, by_id: Mapping[str, RequestRecord]) -> ND
     return prompt_tokens(record.prompt, said)
 
 
-def _whole(record: RequestRecord) -> bool:
-    """An answer called whole must have as many tokens as were asked for: none lost, none doubled."""
+def is_whole(record: RequestRecord) -> bool:
+    """Return whether an answer called whole has as many tokens as were asked for: none lost, none doubled."""
     return record.outcome != "ok" or len(record.output_ids) == record.max_tokens

@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,12 +19,13 @@ import msgspec
 
 from faults.fault import ProcessRef
 from harness.cases.terms import Need, PairTerms, Size, pool_tokens
-from harness.content import Oracle
+from harness.content import Oracle, judge
 from reference_impl.announcement import Announcement
 from reference_impl.failover.worker import ProcessInfo
 from reference_impl.rules.events import Event
 from reference_impl.rules.lifecycle import EngineState
 from reference_impl.rules.routing import Role
+from workloads.rows import RequestRecord
 
 HEALTH_LIMIT_S: Final = 5.0
 ROUTE_LIMIT_S: Final = 60.0
@@ -182,6 +183,15 @@ class Pair:
         active = [p for p in ours if p.role == ENGINE and p.state == EngineState.ACTIVE]
         members = [p for p in ours if active and p.engine == active[0].name]
         return members or active
+
+    async def judged(self, records: Sequence[RequestRecord], folder: Path) -> list[bool | None]:  # noqa: ARG002
+        """Return for each record whether its answer is right, None where nobody can tell.
+
+        How that was found out may be written into `folder`, the run's.
+        """
+        if self.oracle is None:
+            return [None] * len(records)
+        return await asyncio.to_thread(judge, records, self.oracle)
 
     def logs(self) -> list[Path]:
         """Return the servers' log files."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import msgspec
 
+from harness import golden
 from harness.cases.case import Case, Judge
 from harness.cases.metrics import USAGE
 from harness.cases.observations import CaseRun, told
@@ -72,13 +74,22 @@ def drive_came_to_its_end(seen: CaseRun) -> CheckResult:
 
 def content_is_right(seen: CaseRun) -> CheckResult:
     """Fail for any answer, or beginning of one, that is not what the model answers to its prompt."""
-    known = [ok for ok in seen.content.values() if ok is not None]
+    known = {name for name, ok in seen.content.items() if ok is not None}
     wrong = [name for name, ok in seen.content.items() if ok is False]
-    problems = [f"{len(wrong)} answers are wrong, {wrong[0]} for one"] if wrong else []
+    reasons = golden.findings(seen.run.path)
+    why = f": {reasons[wrong[0]].why}" if wrong and wrong[0] in reasons else ""
+    problems = [f"{len(wrong)} answers are wrong, {wrong[0]} for one{why}"] if wrong else []
+    source = seen.run.manifest.configuration.get("right_answers", "the right ones")
+    found = f"{len(known)} answers were compared with {source}"
+    if unjudged := Counter(finding.why for finding in reasons.values() if finding.right is None):
+        found += f"; {unjudged.total()} could not be judged; the usual reason: {unjudged.most_common(1)[0][0]}"
+    decoded = {call.request_id for call in seen.calls(leg="decode") if call.output_tokens}
+    unknown = "" if known else "no answer could be judged"
+    if decoded and known and not decoded & known:  # what the prefill side answers says nothing of KV that moved
+        unknown = "no answer of the decode side could be judged"
     return told(
-        "content", "No answer was made from foreign or damaged KV", ["S2", "KVC-XFER-001"], problems,
-        f"{len(known)} answers were compared with the right ones", unknown="" if known else "no answer could be judged",
-        answers=len(known), wrong=len(wrong),
+        "content", "No answer was made from foreign or damaged KV", ["S2", "KVC-XFER-001"], problems, found,
+        unknown=unknown, answers=len(known), wrong=len(wrong),
     )  # fmt: skip
 
 

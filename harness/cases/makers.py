@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,10 @@ from harness.cases.bench import Deployment, Described, Maker, Misfit, Pair
 from harness.cases.terms import Need, PairTerms, Pool, Size, pool_tokens
 from harness.content import Oracle
 from harness.errors import BadInput
+from harness.golden import SOURCE, GoldenRun
 from reference_impl.announcement import Announcement
 from reference_impl.failover.worker import ProcessInfo
+from workloads.rows import RequestRecord
 
 if TYPE_CHECKING:
     from harness.targets.remote import RemotePair
@@ -182,6 +184,13 @@ class RemotePart(Pair):
         """Return none."""
         return []
 
+    async def judged(self, records: Sequence[RequestRecord], folder: Path) -> list[bool | None]:
+        """Hold the answers against what both servers answer when nothing disturbs them."""
+        config = self._remote.config
+        urls = {worker: self.url_of(worker) for worker in (self.prefill, self.decode)}
+        run = GoldenRun(config.model, urls, self.headers(), config.content.logprob_tolerance)
+        return await run.judge(records, folder)
+
 
 class _Others:
     """A deployment that is somebody else's: there is nothing to start and nothing to end."""
@@ -240,13 +249,14 @@ class RemoteMaker:
         return RemotePart(self._remote, deployment, said, folder, faults, blocker_tokens)
 
     def oracle(self, announcement: Announcement) -> Oracle | None:  # noqa: ARG002
-        """Nobody here knows its model's answers."""
+        """Nobody here knows its model's answers; a golden run finds them (`RemotePart.judged`)."""
         return None
 
     def describe(self) -> Described:
         """Say where it is; the key is written nowhere."""
         return Described(
-            configuration={"remote": msgspec.to_builtins(self._remote.config)}, emulated=[], profile=self.name
+            configuration={"remote": msgspec.to_builtins(self._remote.config), "right_answers": SOURCE}, emulated=[],
+            profile=self.name,
         )  # fmt: skip
 
     def environment(self, faults: Path) -> dict[str, str]:  # noqa: ARG002

@@ -22,6 +22,8 @@ WATCHED_TOKENS: Final = 16
 FULL_STEP_TOKENS: Final = 30_000
 """A prompt that a server is busy with for a while."""
 LONG_ANSWER_TOKENS: Final = 4_000
+SHORT_TOKENS: Final = 8
+"""An answer that is over long before a lease is."""
 _NOTIFIED: Final = frozenset({Need.METRICS, Need.NOTIFICATIONS})
 
 
@@ -341,7 +343,7 @@ async def _repeated_completion(stage: Stage) -> None:
     await stage.request("twice")
     leg = await stage.prefilled_well("beside")
     await stage.held("held", stage.p)
-    await stage.request("twice-again")
+    await stage.request("twice-again", tokens=SHORT_TOKENS)  # nobody renews the lease beside it
     await stage.proved(fault, stage.p)
     await stage.look("beside", stage.p)
     await stage.decoded("beside", leg)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from harness import content, machine
+from harness import machine
 from harness.cases.bench import Bench, Maker, Misfit, Pair
 from harness.cases.case import Case, CaseInfo, Hindered, Twin
 from harness.cases.client import Client
@@ -25,7 +25,7 @@ from harness.verdicts import CheckResult, Verdict, worst
 from reference_impl.event_log import EventLog
 from reference_impl.realclock import now_ns, wall_ns
 from reference_impl.rules.terms import KvTerms, LeaseDesign, LoadPolicy
-from workloads.rows import RequestRecord, read_records
+from workloads.rows import read_records
 
 WARM_TRIES: Final = 3
 """The first transfer of a fresh pair sets the connection up, which may take tens of seconds and fail at first."""
@@ -161,7 +161,8 @@ async def _record(
     steps.close(hindered)
     _copy_events(pair, writer, begun_ns)
     records = [r for path in sorted(writer.parts.glob("requests-*.jsonl")) for r in read_records(path)]
-    verdicts = await asyncio.to_thread(_judged, pair, records)
+    say(f"{folder.name}: its answers are judged")
+    verdicts = await pair.judged(records, folder)
     return writer.finish((r, "", ok) for r, ok in zip(records, verdicts, strict=True))
 
 
@@ -181,10 +182,6 @@ async def _warm(stage: Stage) -> None:
         raise Hindered(f"the pair does not even answer an undisturbed request: {call.error}")
     stage.pair.warm = True
     stage.rate_per_s = call.output_tokens / max(1e-9, call.seconds)
-
-
-def _judged(pair: Pair, records: list[RequestRecord]) -> list[bool | None]:
-    return [None] * len(records) if pair.oracle is None else content.judge(records, pair.oracle)
 
 
 def _copy_events(pair: Pair, writer: RunWriter, since_ns: int) -> None:

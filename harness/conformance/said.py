@@ -19,11 +19,15 @@ WORDS: Final = {
     Exit.CONFORMANT: "Conformant", Exit.NOT_CONFORMANT: "Not conformant", Exit.INCONCLUSIVE: "Inconclusive",
     Exit.STALE: "Expectations are stale", Exit.OUR_FAULT: "Error of the suite",
 }  # fmt: skip
+ONLY_KNOWN: Final = "Not conformant, in nothing new"
+"""Known failures were let pass; that makes nothing conformant."""
 TWINS_WORDS: Final = {**WORDS, Exit.CONFORMANT: "All caught", Exit.NOT_CONFORMANT: "Not all caught"}
 
 
 def word(decision: Decision) -> str:
     """Return the verdict in a word or two."""
+    if decision.exit is Exit.CONFORMANT and decision.standing(Standing.KNOWN):
+        return ONLY_KNOWN
     return (TWINS_WORDS if decision.run.header.twins else WORDS)[decision.exit]
 
 

@@ -14,6 +14,9 @@ Its configuration is a TOML file:
     [terms]   # as far as they are known
     lease_s = 30
     load_failure_policy = "recompute"
+
+    [content]   # answers are judged by a golden run: what both servers answer to the same prompts when nothing disturbs
+    logprob_tolerance = 0.05   # how far the logarithms of equal probabilities may lie apart
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import msgspec
 from faults.fault import ProcessRef
 from harness.cases.terms import Need, PairTerms
 from harness.errors import BadInput
+from harness.golden import TOLERANCE
 from reference_impl import named_toml
 from reference_impl.rules.events import Event
 from reference_impl.rules.routing import Role
@@ -64,6 +68,12 @@ class KnownTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ttl_s: _Seconds | None = None
 
 
+class ContentRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How its answers are compared with those of a golden run (`harness.golden`)."""
+
+    logprob_tolerance: Annotated[float, msgspec.Meta(gt=0, le=10)] = TOLERANCE
+
+
 class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the servers are. An address is that of the server's root, before `/v1`."""
 
@@ -77,6 +87,7 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_variable: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     """The environment variable that holds the key; the key itself is written nowhere."""
     terms: KnownTerms = KnownTerms()
+    content: ContentRules = ContentRules()
 
     def __post_init__(self) -> None:
         """Refuse addresses that cannot be asked."""

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from harness.cases.terms import Need, PairTerms
 from harness.errors import BadInput
+from harness.golden import TOLERANCE
 from harness.targets.remote import DECODE, PREFILL, KnownTerms, RemoteConfig, RemotePair, load_remote
 
 WHOLE = """
@@ -29,6 +30,9 @@ api_key_variable = "STAGING_KEY"
 lease_s = 6
 load_failure_policy = "recompute"
 bidirectional = false
+
+[content]
+logprob_tolerance = 0.2
 """
 
 
@@ -45,6 +49,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert pair.url_of(DECODE) == "https://d.example"
     assert pair.metrics_url(DECODE) == "https://d.example/metrics"
     assert pair.config.terms == KnownTerms(lease_s=6, load_failure_policy="recompute", bidirectional=False)
+    assert pair.config.content.logprob_tolerance == 0.2
+    assert config().content.logprob_tolerance == TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("lease_s = 6", "lease_s = 0", "terms.lease_s"),
         ('"recompute"', '"retry"', "terms.load_failure_policy"),
         ("lease_s = 6", "leases = 6", "unknown field `leases`"),
+        ("= 0.2", "= 0", "content.logprob_tolerance"),
+        ("= 0.2", "= 10.1", "content.logprob_tolerance"),
+        ("= 0.2", "= inf", "content.logprob_tolerance"),
+        ("= 0.2", "= nan", "content.logprob_tolerance"),
+        ("logprob_tolerance", "tolerance", "unknown field `tolerance`"),
         ("[terms]", "[terms", "staging.toml"),
     ],
 )
