@@ -45,9 +45,6 @@ class Case:
     """Names of `defects.DEFECTS`, each put into the reference implementation."""
     level: Level = Level.MUST
     needs: frozenset[Capability] = field(default_factory=frozenset)
-    watched: tuple[str, ...] = ()
-    """Invariants whose breach, besides what the body expects, speaks of this rule. A breach of any other fails it too,
-    and says so."""
 
     @property
     def rule(self) -> str:

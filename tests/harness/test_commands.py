@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -91,6 +92,25 @@ def test_a_run_from_end_to_end(tmp_path: Path, arm: str) -> None:
     assert set(run.metrics.name) >= {"memory_weights_bytes", "memory_kv_bytes", "engine_pss_bytes", "open_descriptors"}
     assert "model arithmetic" in done.stdout
     assert pdproof("check", "run", cwd=tmp_path).returncode == done.returncode
+
+
+def test_kills_that_wait_until_the_deployment_is_whole(tmp_path: Path) -> None:
+    """Three kills, a phase of half a second each: without the wait the second would find no shadow."""
+    impatient = QUICK.replace("seconds = 3\n", "seconds = 0.5\nrepeats = 3\n")
+    (tmp_path / "quick.toml").write_text(impatient.replace('worker = "w0"', 'worker = "w0", when_whole_s = 30'))
+    done = pdproof("run", "quick.toml", "--profile", "tiny", "--arm", "shadow", "--out", "run", cwd=tmp_path)
+    run = RunFolder(tmp_path / "run")
+    assert run.incomplete is None, done.stderr
+    found = {r.check: (r.verdict, r.found) for r in run.verdicts}
+    assert found["recovery"][0] is found["redundancy"][0] is Verdict.PASS, found
+    parked = [e.t_ns for e in run.events_of(EventKind.ENGINE_ASLEEP) if e.detail["worker_id"] == "w0"]
+    kills = [e.t_ns for e in run.events_of(EventKind.FAULT_INJECTED)]
+    assert len(kills) == 3
+    for before, after in itertools.pairwise(kills):
+        assert any(before < t < after for t in parked), "a new shadow was parked between two kills"
+    # The load went on as long as the phases did, and no longer than that.
+    last = max(run.requests.intended_ns if "intended_ns" in run.requests else run.requests.sent_ns)
+    assert kills[-1] < last < kills[-1] + 5e9
 
 
 def test_an_interrupted_run_ends_every_process_and_leaves_a_readable_incomplete_folder(tmp_path: Path) -> None:

@@ -44,7 +44,13 @@ def test_the_scenarios_that_ship_load() -> None:
 
 def test_a_good_file_loads(tmp_path: Path) -> None:
     scenario = load_scenario(write(tmp_path, fault='fault = { kind = "kill", worker = "w1" }\nrepeats = 3'))
-    assert (scenario.faults, scenario.load_s) == (3, 4.0)
+    assert (scenario.faults, scenario.load_s, scenario.waits_s) == (3, 4.0, 0.0)
+
+
+def test_a_kill_may_wait_until_the_deployment_is_whole(tmp_path: Path) -> None:
+    fault = 'fault = { kind = "kill", worker = "w1", when_whole_s = 60 }\nrepeats = 3'
+    scenario = load_scenario(write(tmp_path, fault=fault))
+    assert (scenario.load_s, scenario.waits_s) == (4.0, 180.0)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +63,8 @@ def test_a_good_file_loads(tmp_path: Path) -> None:
         ({"fault": 'fault = { kind = "kill", worker = "w0", requests = 3 }'}, "of a router_hold"),
         ({"fault": 'fault = { kind = "router_hold", seconds = 1, requests = 1, process = "worker" }'}, "of a kill"),
         ({"fault": 'fault = { kind = "kill", worker = "w0", process = "Not One" }'}, "process"),
+        ({"fault": 'fault = { kind = "router_hold", seconds = 1, requests = 1, when_whole_s = 9 }'}, "of a kill"),
+        ({"fault": 'fault = { kind = "kill", worker = "w0", when_whole_s = -1 }'}, "when_whole_s"),
         ({"load": "utilisation = 1.5"}, "utilisation"),
         ({"extra": "kv = { prefill = 0 }"}, "prefill"),
         ({"extra": "kv = { decode_ranks = 3 }"}, "decode_ranks"),
@@ -124,6 +132,7 @@ seconds = 1
         ('{ kind = "fail_point", worker = "p0", point = "migration_copied", action = "exit", method = "Pin" }',
          "no call passes"),
         ('{ kind = "fail_point", worker = "p0", point = "received", action = "exit", requests = 5 }', "ends once"),
+        ('{ kind = "kill", worker = "p0", when_whole_s = 9 }', "a schedule of their own"),
         ('{ kind = "blocks_kill" }', "needs the worker"),
         ('{ kind = "blocks_kill", worker = "p0", method = "Pin" }', "are of a fail_point"),
     ],
