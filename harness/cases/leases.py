@@ -13,11 +13,12 @@ from harness.cases.observations import KV_LINE, STEP_S, CaseRun, told
 from harness.cases.sabotage import WRONG_TOKEN, heartbeats_end, long_lease, no_heartbeats, single_timeout
 from harness.cases.stage import Stage
 from harness.cases.steps import Call
-from harness.cases.terms import Need, PairTerms, Pool
+from harness.cases.terms import Need, PairTerms, Pool, pool_tokens
 from harness.verdicts import CheckResult
 from harness.words import counted
 
 QUEUED: Final = 4
+FILLER_TOKENS_MAX: Final = 30_000
 SETTLE_S: Final = 0.5
 """For a request to stand in a server's queue."""
 TIGHT: Final = PairTerms(pool=Pool.TIGHT)
@@ -39,8 +40,10 @@ async def queued(stage: Stage, count: int) -> list[asyncio.Task[Reply]]:
 
 async def fill(stage: Stage, worker: str) -> None:
     """Have a server compute prompts that nobody asked for before, until each of its free blocks held some of them."""
-    for number in range(4):
-        await stage.plain(f"filler-{number}", worker, stage.prompt(), 1, stream=False)
+    pool = pool_tokens(stage.terms.pool, stage.size)
+    tokens = max(stage.size.input_tokens, min(FILLER_TOKENS_MAX, pool // 4))
+    for number in range(pool // tokens + 1):
+        await stage.plain(f"filler-{number}", worker, stage.prompt(tokens), 1, stream=False)
 
 
 def _queued_calls(seen: CaseRun) -> list[Call]:
@@ -209,7 +212,7 @@ async def _some_lost(stage: Stage) -> None:
 
 
 async def _one_silent(stage: Stage) -> None:
-    """All heartbeats for one of two queued requests are lost."""
+    """All heartbeats for one of two queued requests are lost; when its lease has ended, others get its blocks."""
     async with stage.slots_taken():
         first = await stage.prefilled_well("silent")
         fault = await stage.order(
@@ -220,17 +223,19 @@ async def _one_silent(stage: Stage) -> None:
         await stage.proved(fault, stage.p)
         await stage.pass_time(2 * stage.terms.lease_s)
         await stage.look("later", stage.p)
+        await fill(stage, stage.p)
     await asyncio.gather(silent, *tasks)
     await stage.lifted(fault)
 
 
 async def _all_lost(stage: Stage) -> None:
-    """No heartbeat comes through any more."""
+    """No heartbeat comes through any more; when the leases have ended, others get their blocks."""
     fault = await stage.order(stage.p, Action.DROP, kind=Kind.HEARTBEAT)
     async with stage.slots_taken():
         tasks = await queued(stage, 2)
         await stage.proved(fault, stage.p)
         await stage.until_free("freed", stage.p, stage.terms.lease_s + 2 * STEP_S)
+        await fill(stage, stage.p)
     await asyncio.gather(*tasks)
     await stage.lifted(fault)
 

@@ -92,8 +92,10 @@ def _stall_ends(seen: CaseRun) -> CheckResult:
     """Fail if a slow read costs more than its own request its time."""
     slow, beside = seen.call("stalled"), seen.call("beside")
     problems = [seen.ended(c) for c in (slow, beside) if not seen.right(c)]
-    problems += ["the other request waited for it"] if beside.end_ns > slow.end_ns else []
+    problems += ["the other request waited for it"] if beside.first_ns > slow.first_ns else []
     unknown = "" if slow.seconds >= STALL_S or problems else "the read was not held up"
+    if beside.sent_ns > slow.first_ns:
+        problems, unknown = [], "the other request came only when the read was no longer held up"
     return told("stalled", "A slow read ends, and holds up nobody else", ["L3", "L6", "KVC-XFER-001"], problems,
                 f"{seen.ended(slow)}; {seen.ended(beside)}", unknown=unknown)  # fmt: skip
 

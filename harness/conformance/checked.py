@@ -5,6 +5,7 @@ What is not as `subject` says raises `Misuse` with one clear line: a breach of R
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import operator
@@ -19,7 +20,12 @@ from faults.nixl.orders import Kind
 from harness.conformance.subject import Capability, Ending, Engine, EngineSpec, Host, Misuse, Params, Request, Subject
 
 SHOWN_CHARS_MAX: Final = 120
-_ENGINE: Final = ("submit", "abort", "deliver", "answer", "step", "ended", "holds", "metrics", "close")
+_ENGINE: Final = {
+    "submit": ("request",), "abort": ("request_id",), "deliver": ("sender", "message", "rank", "to_rank"),
+    "answer": ("question",), "step": (), "ended": (), "holds": (), "metrics": (), "close": (),
+}  # fmt: skip
+_TAKES: Final[set[tuple[Any, bool, tuple[str, ...]]]] = set()
+"""Code that was looked at and can be called so: a search calls the same a million times."""
 _NO_JSON: Final = (TypeError, ValueError, RecursionError, msgspec.MsgspecError)
 
 
@@ -33,14 +39,14 @@ class CheckedSubject:
 
     def engine(self, spec: EngineSpec, host: Host) -> Engine:
         """Return a new engine."""
+        check_takes("engine", self._subject.engine, ("spec", "host"))
         engine = self._subject.engine(spec, host)
-        lacking = [method for method in _ENGINE if not callable(getattr(engine, method, None))]
-        if lacking:
-            raise Misuse(f"what engine() returns is no engine, it has no {', '.join(lacking)}: {shown(engine)}")
+        check_has("what engine() returns is no engine", engine, _ENGINE)
         return CheckedEngine(engine, spec)
 
     def meaning(self, message: bytes) -> Meaning:
         """Return what a message says."""
+        check_takes("meaning", self._subject.meaning, ("message",))
         found = self._subject.meaning(message)
         if not (isinstance(found, tuple) and len(found) == 2):  # kind and requests
             raise Misuse(f"meaning() must return a Meaning, got {shown(found)}")
@@ -107,6 +113,7 @@ class CheckedEngine:
 
     def renew(self, hand_off: Params) -> Params | None:
         """Keep a finished turn alive."""
+        check_takes("renew", getattr(self._engine, "renew", None), ("hand_off",))
         found: Any = self._engine.renew(hand_off)
         if found is not None and not isinstance(found, dict):
             raise Misuse(f"renew() must return a hand-off or None, got {shown(found)}")
@@ -158,6 +165,33 @@ def checked(subject: Subject) -> CheckedSubject:
     return subject if isinstance(subject, CheckedSubject) else CheckedSubject(subject)
 
 
+def check_takes(name: str, function: Any, parameters: tuple[str, ...]) -> None:
+    """Raise Misuse if a stranger's function cannot be called so: the error would else look like ours."""
+    if not callable(function):
+        raise Misuse(f"there is no {name}(): {shown(function)}")
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    looked_at = (code, inspect.ismethod(function), parameters)
+    if looked_at in _TAKES:
+        return
+    try:
+        inspect.signature(function).bind(*parameters)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and not (inspect.isfunction(function) or inspect.ismethod(function)):
+            return  # what is not written in Python need not say what it takes
+        raise Misuse(f"{name}() must take ({', '.join(parameters)}): {error}") from error
+    if code is not None:
+        _TAKES.add(looked_at)
+
+
+def check_has(what: str, thing: Any, methods: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise Misuse if a stranger's object lacks a method, or has one that cannot be called as it will be."""
+    lacking = [method for method in methods if not callable(getattr(thing, method, None))]
+    if lacking:
+        raise Misuse(f"{what}, it has no {', '.join(lacking)}: {shown(thing)}")
+    for method, parameters in methods.items():
+        check_takes(method, getattr(thing, method), parameters)
+
+
 def check_sending(receiver: Any, message: Any, rank: Any, to_rank: Any) -> None:
     """Raise Misuse if what is to be sent cannot be."""
     if not is_text(receiver):
@@ -172,6 +206,7 @@ def check_reading(holder: Any, land: Any) -> None:
     """Raise Misuse if such a read cannot be."""
     if not is_text(holder) or not callable(land):
         raise Misuse(f"read() needs a holder's name and what to do, got {shown(holder)} and {shown(land)}")
+    check_takes("what read() is to do", land, ())
 
 
 def check_asking(port: Any, question: Any, answer: Any) -> None:
@@ -179,12 +214,14 @@ def check_asking(port: Any, question: Any, answer: Any) -> None:
     if not isinstance(port, int) or not isinstance(question, bytes) or not callable(answer):
         raise Misuse(f"ask() needs a port's number, bytes, and whom to tell; got {shown(port)}, {shown(question)} and "
                      f"{shown(answer)}")  # fmt: skip
+    check_takes("what ask() is to tell", answer, ("reply", "sent_ns", "got_ns"))
 
 
 def check_later(delay_ns: Any, act: Any) -> None:
     """Raise Misuse if nothing can be done later."""
     if not isinstance(delay_ns, int) or not callable(act):
         raise Misuse(f"later() needs whole nanoseconds and what to do, got {shown(delay_ns)} and {shown(act)}")
+    check_takes("what later() is to do", act, ())
 
 
 def is_text(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 A third party writes a module with `make_subject() -> Subject`. Its engines are told the time by their `Host`, send
 through it, and do something only while one of their methods runs. Everything that a world concludes comes from what is
-declared here: who holds which blocks, what was answered, what was sent, what is counted.
+declared here: who holds which blocks, what was answered, what was sent, what is counted. Who has a connector and no
+engine takes that of `simple_engine`.
 """
 
 from __future__ import annotations

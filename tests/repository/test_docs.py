@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -44,6 +45,7 @@ def commands(page: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
+@functools.cache
 def output(*command: str) -> str:
     return subprocess.run(
         [str(BIN / command[0]), *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -68,7 +70,7 @@ def unknown(words: list[str]) -> str:
             return words[2]
         known = output("python", "-m", words[2], "--help")
     else:
-        return "" if name == "curl" else name
+        return "" if name in ("curl", "cp", "pip") else name
     if "sage:" not in known:
         return " ".join(words[:2])
     return " ".join(o for o in options if o not in known)

@@ -1,0 +1,1 @@
+"""A KV connector made for reading."""
