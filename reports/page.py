@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from harness.errors import MachineLimit
 from harness.run_folder import RunFolder
@@ -49,6 +50,22 @@ def render(template: str, view: object) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters["duration"] = words.duration
+    environment.filters |= {"duration": words.duration, "breakable": breakable, "coded": coded}
     style = Markup((PAGES / "style.css").read_text())  # noqa: S704 - our own file
     return environment.get_template(template).render(v=view, style=style)
+
+
+def breakable(name: str) -> Markup:
+    """Return a name that may be broken before its capitals, after its dots and lines, and nowhere else."""
+    parts = re.split(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[._-])", name)
+    return Markup("<wbr>").join(parts)
+
+
+def coded(text: str) -> Markup:
+    """Return a text in which what stands between backticks is code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one of them has no partner
+        return escape(text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if place % 2 else escape(part) for place, part in enumerate(parts)
+    )

@@ -17,7 +17,7 @@ from harness.verdicts import Verdict
 from reports import words
 from reports.commands.report import command
 from reports.comparison import write_comparison
-from reports.page import run_page
+from reports.page import breakable, coded, run_page
 from tests.reports.runs import comparison, cut_short, edit_events, pair
 from tests.reports.sample_runs import sample, write
 
@@ -243,3 +243,30 @@ def test_answers_without_a_decode_rate_are_neither_slow_nor_a_stumbling_block(tm
     rates = (summary.cold.decode_rate_tokens_s.baseline, summary.cold.decode_rate_tokens_s.after_fault)
     assert sum(r.n for r in rates) == len(cold.requests) - 9 - summary.cold.spoilt_rows
     assert sum(r.censored for r in rates) == summary.cold.requests_failed + summary.cold.requests_unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("of `kv_lease_duration` (30 s)", "of <code>kv_lease_duration</code> (30 s)"),
+        ("a `lone backtick", "a `lone backtick"),
+        ("`<b>` and <i>", "<code>&lt;b&gt;</code> and &lt;i&gt;"),
+    ],
+)
+def test_what_stands_between_backticks_is_code(text: str, shown: str) -> None:
+    assert coded(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("NixlPushConnector", "Nixl<wbr>Push<wbr>Connector"), ("a.b_c", "a.<wbr>b_<wbr>c"), ("<x>", "&lt;x&gt;"), ("", ""),
+    ],  # fmt: skip
+        ("NixlPushConnector", "Nixl<wbr>Push<wbr>Connector"),
+        ("a.b_c", "a.<wbr>b_<wbr>c"),
+        ("<x>", "&lt;x&gt;"),
+        ("", ""),
+    ],
+)
+def test_names_are_broken_where_they_may_be(name: str, shown: str) -> None:
+    assert breakable(name) == shown
