@@ -46,6 +46,8 @@ _STYLE = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE:
 @click.option("--allow-known", is_flag=True, help="in process: end with 0 if all failures are known ones")
 @click.option("--case", "patterns", multiple=True, metavar="NAME",
               help="run these alone: a name, its beginning up to an underscore, or a shell pattern")  # fmt: skip
+@click.option("--search", "search_s", type=click.FloatRange(0, 86_400), default=0.0, show_default=True,
+              metavar="SECONDS", help="in process: search generated histories for so long as well")  # fmt: skip
 @click.option("--size", type=click.Choice(list(SIZES)), default="small", show_default=True,
               help="of requests and queues: small (2,000 in, 64 out) or full (32,000 in, 1,000 out)")  # fmt: skip
 @click.option("--twins", is_flag=True, help="run the broken twins of the cases: each must be caught")
@@ -55,7 +57,7 @@ _STYLE = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE:
 @click.option("--seed", type=SEED, default=2, show_default=True, help="of all chance")
 def command(
     target: str, connector: str, kv_transfer_config: str, in_process: bool, known: str, allow_known: bool,
-    patterns: tuple[str, ...], size: str, twins: bool, listed: bool, out: Path | None, seed: int,
+    patterns: tuple[str, ...], search_s: float, size: str, twins: bool, listed: bool, out: Path | None, seed: int,
 ) -> int:  # fmt: skip
     """Run cases, judge them, and print a table of cases and verdicts.
 
@@ -73,7 +75,7 @@ def command(
             return 0
         return inside.conform_in_process(
             connector, kv_transfer_config, patterns, twins=twins, out=out, seed=seed, known=known,
-            allow_known=allow_known,
+            allow_known=allow_known, search_s=search_s,
         )  # fmt: skip
     cases = chosen(patterns)
     unmatched = [p for p in patterns if not chosen((p,))]

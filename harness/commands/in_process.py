@@ -15,25 +15,20 @@ from rich.table import Table
 from harness.commands.run import ended_like_ctrl_c
 from harness.commands.sysexits import WrongUsage
 from harness.conformance.case import Case
+from harness.conformance.interpreter import interpreter_of
 from harness.conformance.junit import junit
 from harness.conformance.known import decided, known_for, load_known
-from harness.conformance.naming import BadSubject, named
+from harness.conformance.naming import named
 from harness.conformance.registry import CASES, chosen
 from harness.conformance.results import CaseResult
 from harness.conformance.run import Plan, run
 from harness.conformance.said import reasons, sentence
-from harness.errors import BadInput
 from harness.progress import RunProgress
 from harness.verdicts import Verdict
 
 _STYLE: Final = {
     Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "bold red",
 }  # fmt: skip
-_VLLM: Final = {
-    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "PYTHONHASHSEED": "0",
-}  # fmt: skip
-"""It is to listen to nobody and to tell nobody."""
 
 
 def listed(patterns: tuple[str, ...]) -> list[str]:
@@ -46,9 +41,12 @@ def listed(patterns: tuple[str, ...]) -> list[str]:
 
 def conform_in_process(
     connector: str, kv_transfer_config: str, patterns: tuple[str, ...], *, twins: bool, out: Path | None, seed: int,
-    known: str, allow_known: bool,
+    known: str, allow_known: bool, search_s: float = 0.0,
 ) -> int:  # fmt: skip
-    """Run the fixed cases, write results.jsonl and junit.xml, print a table. Returns the exit code."""
+    """Run the fixed cases, and the search if there is to be one; write results.jsonl and junit.xml, print a table.
+
+    Returns the exit code.
+    """
     subject = named("" if twins else connector, "" if twins else kv_transfer_config)
     cases = _cases(patterns)
     expectations = load_known(known) if known else None
@@ -57,9 +55,10 @@ def conform_in_process(
     if folder.exists():
         raise WrongUsage(f"--out {folder}: exists already; choose another name or remove it")
     console = Console(stderr=True)
+    python, environment = interpreter_of(subject)
     plan = Plan(
-        subject=subject, python=_vllm_python() if subject.is_vllm else sys.executable, seed=seed, out=folder,
-        twins=twins, command=["pdproof", *sys.argv[1:]], environment=_VLLM if subject.is_vllm else {},
+        subject=subject, python=python, seed=seed, out=folder, twins=twins, search_s=search_s,
+        command=["pdproof", *sys.argv[1:]], environment=environment,
     )  # fmt: skip
     with RunProgress(console, name or "reference") as progress, ended_like_ctrl_c():
         progress.say("making the subject")
@@ -67,7 +66,7 @@ def conform_in_process(
         def tell(result: CaseResult) -> None:
             progress.say(f"{result.case} {result.twin}".strip())
 
-        ran = run(cases, plan, tell)
+        ran = run(cases, plan, tell, lambda text: progress.say(f"search: {text}"))
     decision = decided(ran, expectations or known_for(ran.header), allow_known=allow_known)
     (folder / "junit.xml").write_text(junit([decision]), encoding="utf-8")
     _print(ran.results)
@@ -83,15 +82,6 @@ def _cases(patterns: tuple[str, ...]) -> list[Case]:
         if not chosen((pattern,)):
             raise WrongUsage(f"--case {pattern}: no case fits; `pdproof conform --list --in-process` lists them")
     return chosen(patterns) if patterns else list(CASES.values())
-
-
-def _vllm_python() -> str:
-    from harness.targets.vllm.config import installed
-
-    try:
-        return installed().python
-    except BadInput as error:
-        raise BadSubject(f"--kv-transfer-config needs vLLM: {error}") from error
 
 
 def _print(results: list[CaseResult]) -> None:

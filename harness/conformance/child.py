@@ -9,21 +9,36 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from harness.conformance.defects import broken
 from harness.conformance.naming import BadSubject, made
-from harness.conformance.orders import Make, Order, Ready, Reply, Tried, Try, Unfit
+from harness.conformance.orders import (
+    Make,
+    Order,
+    Ready,
+    Replay,
+    Reply,
+    Search,
+    Searched,
+    Searching,
+    Tried,
+    Try,
+    Unfit,
+)
 from harness.conformance.registry import CASES
+from harness.conformance.search.found import Figures, Found, History
+from harness.conformance.search.history import perform
 from harness.conformance.subject import Subject
 from harness.conformance.trial import tried
 from harness.verdicts import Verdict
 from reference_impl.processes import die_with_parent
 
 PROBLEM_CHARS_MAX: Final = 400
-_DECODER: Final[msgspec.json.Decoder[Make | Try]] = msgspec.json.Decoder(Make | Try)
+_DECODER: Final[msgspec.json.Decoder[Make | Try | Search | Replay]] = msgspec.json.Decoder(Make | Try | Search | Replay)
 
 
 def main(replies_fd: int, parent: int) -> None:
@@ -37,7 +52,13 @@ def main(replies_fd: int, parent: int) -> None:
             subject, reply = _make(order)
         else:
             assert subject is not None
-            reply = _try(order, subject)
+            match order:
+                case Try():
+                    reply = _try(order, subject)
+                case Search():
+                    reply = _search(order, subject, lambda told: _write(replies_fd, told))
+                case Replay():
+                    reply = _replay(order, subject)
         _write(replies_fd, reply)
 
 
@@ -60,14 +81,57 @@ def _try(order: Try, subject: Subject) -> Tried:
         try:
             judged = tried(CASES[order.case], subject, order.seed)
         except Exception as error:  # a mistake of the suite's own: said, and the run goes on
-            traceback.print_exc()
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-            return Tried(verdict=Verdict.ERROR, found=f"the suite stumbled: {type(error).__name__}: {error} ({place})")
+            return Tried(verdict=Verdict.ERROR, found=_stumbled(error))
     return Tried(
         verdict=judged.verdict, found=judged.found, note=judged.note, breaches=judged.breaches,
         timeline=judged.timeline,
     )  # fmt: skip
+
+
+def _search(order: Search, subject: Subject, tell: Callable[[Reply], None]) -> Searched:
+    try:
+        from harness.conformance.search.search import search
+    except ImportError as error:  # the subject's Python is not always ours
+        problem = f"the search needs hypothesis in the subject's Python ({error}): pip install hypothesis"
+        return Searched(figures=Figures(), found=[], problem=problem)
+
+    def before(history: History) -> None:
+        data = msgspec.json.encode(history)
+        os.pwrite(current, data, 0)
+        os.ftruncate(current, len(data))
+
+    def told(figures: Figures, found: list[Found]) -> None:
+        tell(Searching(figures=figures, found=found))
+
+    current = os.open(order.current, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with broken(order.twin):
+            done = search(subject, order.seed, order.seconds, tell=told, before=before)
+    except Exception as error:  # a mistake of the suite's own
+        return Searched(figures=Figures(), found=[], problem=_stumbled(error))
+    finally:
+        os.close(current)
+    return Searched(figures=done.figures, found=done.found)
+
+
+def _replay(order: Replay, subject: Subject) -> Tried:
+    with broken(order.twin):
+        try:
+            wanted = (order.rule, order.where) if order.rule else None
+            outcome = perform(order.history.parameters, order.history.actions, subject, wanted=wanted)
+        except Exception as error:
+            return Tried(verdict=Verdict.ERROR, found=_stumbled(error))
+    said = "; ".join(f"{breach.rule}: {breach.what}" for breach in outcome.breaches)
+    return Tried(
+        verdict=Verdict.FAIL if outcome.breaches else Verdict.PASS, found=said or "nothing was broken",
+        breaches=outcome.breaches, timeline=outcome.timeline,
+    )  # fmt: skip
+
+
+def _stumbled(error: Exception) -> str:
+    traceback.print_exception(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"the suite stumbled: {type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"
 
 
 def _write(fd: int, reply: Reply) -> None:

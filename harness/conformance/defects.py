@@ -23,8 +23,8 @@ from reference_impl.rules.consumer import Consumer, Failed
 from reference_impl.rules.handoff import HandOff
 from reference_impl.rules.heartbeat import Beat, HeartbeatTracker
 from reference_impl.rules.leases import Lease, LeaseTable
-from reference_impl.rules.messages import Heartbeat, How
-from reference_impl.rules.producer import Producer, Send
+from reference_impl.rules.messages import BadMessage, Claim, Heartbeat, How, Report, decode
+from reference_impl.rules.producer import Freed, Producer, Send
 from reference_impl.rules.terms import KvTerms, LoadPolicy
 from reference_impl.transport.base import ReadResult
 from reference_impl.transport.plan import Piece, pieces
@@ -239,9 +239,6 @@ def early_report_lost() -> Patches:
 def damaged_ends() -> Patches:
     """A message that cannot be decoded ends the engine."""
     from reference_impl.rules import producer
-    from reference_impl.rules.messages import BadMessage
-
-    decode = getattr(producer, "decode")  # noqa: B009 # it is not exported
 
     def strict(data: bytes) -> Any:
         try:
@@ -733,3 +730,109 @@ def renewal_ignored() -> Patches:
         return self.leases.get(request_id)
 
     return [(Producer, "renew", nothing)]
+
+
+# -- for the search alone: no case has one of these for a twin ------------------------------------------------------
+
+
+@_defect
+def early_free() -> Patches:
+    """A lease ends when its reader begins to read."""
+    claim = Producer._claim
+
+    def end(self: Producer, engine_id: str, wish: Claim, now_ns: int) -> None:
+        claim(self, engine_id, wish, now_ns)
+        self._free(self.leases.end(wish.request), How.READ)
+
+    return [(Producer, "_claim", end)]
+
+
+@_defect
+def wrong_id() -> Patches:
+    """Heartbeats name the reader's own request, and not its holder's."""
+
+    def track(self: Consumer, load: Any) -> None:
+        if not load.tracked and not load.handoff.turn:
+            load.tracked = True
+            self.heartbeats.track(load.handoff.engine_id, load.request_id)
+
+    def untrack(self: Consumer, load: Any) -> None:
+        if load.tracked:
+            load.tracked = False
+            self.heartbeats.untrack(load.handoff.engine_id, load.request_id)
+
+    return [(Consumer, "_track", track), (Consumer, "_untrack", untrack)]
+
+
+@_defect
+def stale_generation() -> Patches:
+    """A read is compared with the blocks' generations at its end, not at its beginning; nobody else asks."""
+    poll = HostTransport.poll
+
+    def compare(self: HostTransport) -> Any:
+        for reading in self._reads:
+            reading.before = reading.holder.generations[reading.blocks.remote].copy()
+        return poll(self)
+
+    return [(HostTransport, "poll", compare), (Producer, "_why_not", lambda *_: "")]
+
+
+@_defect
+def shared_freed() -> Patches:
+    """A lease that ends frees its blocks, also those that another one shares."""
+    freed = Connector._freed
+
+    def free(self: Connector, what: Freed, now_ns: int) -> None:
+        for block in what.lease.blocks:
+            self.core.pool._references[block] = 1
+        freed(self, what, now_ns)
+
+    return [(Connector, "_freed", free)]
+
+
+@_defect
+def abort_ends_for_all() -> Patches:
+    """The abort of one reader ends a lease that others wait for."""
+    receive = Producer._receive
+
+    def hasty(self: Producer, engine_id: str, data: bytes, now_ns: int) -> Any:
+        try:
+            message = decode(data)
+        except BadMessage:
+            message = None
+        if isinstance(message, Report) and message.how is How.ABORT:
+            self._free(self.leases.end(message.request), message.how)
+        return receive(self, engine_id, data, now_ns)
+
+    return [(Producer, "_receive", hasty)]
+
+
+@_defect
+def offset_sign() -> Patches:
+    """The clock's offset is applied with the wrong sign; what is used too late, the holder refuses all the same."""
+    estimate = clocksync._estimate
+
+    def wrong(*of: Any) -> Estimate:
+        right = estimate(*of)
+        return Estimate(-right.offset_ns, right.error_ns)
+
+    return [(clocksync, "_estimate", wrong)]
+
+
+@_defect
+def claim_again_reopens() -> Patches:
+    """A claim that arrives again, behind its reader's report, is waited for once more."""
+    why_not = Producer._why_not
+
+    def why(self: Producer, claim: Claim) -> str:
+        reason = why_not(self, claim)
+        return "" if reason == "this reader has reported already" else reason
+
+    return [(Producer, "_why_not", why)]
+
+
+SEEDED: Final = (
+    "early_free", "abort_leaks", "idle_sleeps", "wrong_id", "expiry_twice", "offset_sign", "stale_generation",
+    "shared_freed", "abort_ends_for_all", "claim_again_reopens",
+)  # fmt: skip
+"""Ten faults that a search must find; no fixed case catches one of the last three."""

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from harness.conformance.naming import BadSubject, SubjectName
-from harness.conformance.orders import Make, Order, Ready, Reply, Tried, Unfit
+from harness.conformance.orders import Make, Order, Ready, Reply, Searched, Searching, Tried, Unfit
 from reference_impl.realclock import now_ns
 from reference_impl.rules.clock import NS_PER_S, s_to_ns
 
@@ -24,7 +24,9 @@ START_LIMIT_S: Final = 180.0
 END_LIMIT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 16
 _REPLY_BYTES_MAX: Final = 64 << 20
-_DECODER: Final[msgspec.json.Decoder[Ready | Unfit | Tried]] = msgspec.json.Decoder(Ready | Unfit | Tried)
+_DECODER: Final[msgspec.json.Decoder[Ready | Unfit | Tried | Searching | Searched]] = msgspec.json.Decoder(
+    Ready | Unfit | Tried | Searching | Searched
+)
 
 
 class SubjectLost(Exception):
@@ -80,9 +82,14 @@ class SubjectProcess:
         try:
             child.stdin.write(msgspec.json.encode(order) + b"\n")
             child.stdin.flush()
-            return _DECODER.decode(self._line(limit_s))
         except BrokenPipeError:
             raise SubjectLost(self._how_it_ended()) from None
+        return self.more(limit_s)
+
+    def more(self, limit_s: float) -> Reply:
+        """Return the next answer to an order that has several. Raises SubjectLost; the process is ended then."""
+        try:
+            return _DECODER.decode(self._line(limit_s))
         except msgspec.DecodeError as error:
             self.close()
             raise SubjectLost(f"its process answers nonsense: {error}") from error

@@ -64,6 +64,8 @@ class Sent:
     data: bytes
     arrives: int
     """How often."""
+    number: int = 0
+    """Among all of a world's messages."""
 
 
 class Watch:
@@ -97,10 +99,10 @@ class Watch:
 
     # What the world tells.
 
-    def sent(self, sender: Life, receiver: Life, meaning: Meaning, data: bytes, delays: list[int]) -> None:
+    def sent(self, sender: Life, receiver: Life, meaning: Meaning, data: bytes, delays: list[int], number: int) -> None:
         """See a message leave: it names what its holder knows (C1)."""
         now = self._world.network.now_ns
-        self.messages.append(Sent(now, sender.name, receiver.name, meaning, data, len(delays)))
+        self.messages.append(Sent(now, sender.name, receiver.name, meaning, data, len(delays), number))
         # A registration asks the holder to write, and says whom for.
         holder = sender if meaning.kind in (Kind.ANSWER, Kind.REGISTRATION) else receiver
         known = self._ids[holder.name]
@@ -110,7 +112,7 @@ class Watch:
             self.breach("C1", f"a {meaning.kind} {route} names {strange}: {holder.name} has no such request",
                         meaning.kind)  # fmt: skip
 
-    def arrived(self, receiver: Life, sender: Life, meaning: Meaning, number: int) -> None:  # noqa: ARG002
+    def arrived(self, receiver: Life, sender: Life, meaning: Meaning, data: bytes, number: int) -> None:  # noqa: ARG002
         """See a message arrive: what it may do to a lease. `number` is 0 for bytes that nobody sent like that."""
         now = self._world.network.now_ns
         for request in meaning.requests:

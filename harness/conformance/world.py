@@ -315,23 +315,23 @@ class World:
             return False
         deliveries = self.network.link(message)
         self.note(life.name, "sends", receiver, says=_said(meaning), arrives=len(deliveries))
-        self.watch.sent(life, there, meaning, data, [delay for delay, _ in deliveries])
+        self.watch.sent(life, there, meaning, data, [delay for delay, _ in deliveries], message.number)
         for delay_ns, arrived in deliveries:
             number = message.number if arrived == data else 0
             self.network.after(delay_ns, partial(self._arrive, life, there, arrived, rank, to_rank, number))
         return True
 
-    def inject(self, sender: Life, receiver: Life, data: bytes) -> None:
-        """Have bytes arrive that nobody sent."""
+    def inject(self, sender: Life, receiver: Life, data: bytes, number: int = 0) -> None:
+        """Have bytes arrive that nobody sent; or, with its `number`, a message once more."""
         self.note("world", "injects", receiver.name, bytes=len(data), says=_said(self.meaning(data)))
-        self._arrive(sender, receiver, data)
+        self._arrive(sender, receiver, data, number=number)
 
     def _arrive(
         self, sender: Life, receiver: Life, data: bytes, rank: int = 0, to_rank: int = 0, number: int = 0
     ) -> None:
         """`number`: of the message that these bytes are, unharmed; 0 if they are none that was sent."""
         if receiver.alive:
-            self.watch.arrived(receiver, sender, self.meaning(data), number)
+            self.watch.arrived(receiver, sender, self.meaning(data), data, number)
             self.call(receiver, partial(receiver.engine.deliver, sender.name, data, rank, to_rank))
 
     def reading(self, life: Life, holder: str, land: Callable[[], None]) -> NetworkFlight:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 from harness.conformance.defects import broken
 from harness.conformance.subject import Engine, EngineSpec, Host
 from harness.conformance.subjects.reference import ReferenceEngine, ReferenceSubject
 
+_KEPT = ExitStack()
+
 
 def wrong_id() -> ReferenceSubject:
     """Heartbeats name the reader's own request, for as long as this process lives."""
-    broken("wrong_id").__enter__()
+    _KEPT.enter_context(broken("wrong_id"))
     return ReferenceSubject()
 
 

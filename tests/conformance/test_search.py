@@ -125,7 +125,7 @@ def encoded(history: History) -> bytes:
 
 
 def test_a_mistake_of_the_suite_is_no_breach(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(*_: object) -> None:
+    def mistaken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("harness.conformance.search.search.perform", mistaken)
@@ -217,7 +217,9 @@ def test_a_breach_is_a_failure_whatever_else_did_not_happen() -> None:
 def recorded(**changes: object) -> Recorded:
     given = {
         "subject": SubjectName(), "twin": "abort_ends_for_all", "rule": "S3", "where": "lease", "found": "too early",
-        "run": History(parameters=Parameters(prefill=Side(lease_ms=1_750), two_turn=True), actions=list(TWO)),
+        "run": History(
+            parameters=Parameters(prefill=Side(lease_ms=1_750), decode=Side(lease_ms=1_750)), actions=list(TWO)
+        ),
     }  # fmt: skip
     return Recorded(**(given | changes))  # type: ignore[arg-type]
 

@@ -56,6 +56,9 @@ _CLOCKED: Final = "vllm.distributed.kv_transfer"
 class VllmSubject:
     """See above. `config` is what `--kv-transfer-config` takes; ids, roles and terms are set for each engine."""
 
+    whole_seconds = True
+    """Its terms are whole numbers of seconds: a search is to draw no others."""
+
     def __init__(self, config: Params) -> None:
         self.name = str(config.get("kv_connector", ""))
         for name in _names(config):
@@ -244,6 +247,8 @@ class VllmSubject:
     def forget(self, name: str) -> None:
         """An engine has ended."""
         self._engines.pop(name, None)
+        if not self._engines:  # nobody is left to read a pool: a search makes thousands of them
+            self._kept.clear()
 
     def inner(self, request: Request) -> str:
         """Return what vLLM calls a request.
