@@ -49,6 +49,14 @@ class Trial:
         d = self.world.start("d", Role.DECODE, skew=decode_skew, slots=decode_slots, blocks=blocks)
         return p, d
 
+    def busy(self, lease_s: float) -> tuple[Life, Life]:
+        """Start a pair whose decode engine knows the prefill engine and has its one slot taken: what comes, queues."""
+        self.terms(lease_s=lease_s)
+        p, d = self.pair(decode_slots=1)
+        self.connected(p, d)
+        self.fill(d)
+        return p, d
+
     def prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """Return a prompt that begins like no other."""
         self._prompts += 1

@@ -20,10 +20,7 @@ _LEASES: Final = frozenset({Capability.LEASES})
 
 def _from_arrival(trial: Trial) -> None:
     """A request waits in the queue and is never scheduled."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     sent_ns = trial.world.network.now_ns
@@ -39,10 +36,7 @@ def _from_arrival(trial: Trial) -> None:
 
 def _together(trial: Trial) -> None:
     """Five requests of one holder wait."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     legs = [trial.prefilled(p) for _ in range(5)]
     readers = [trial.decode(d, leg) for leg in legs]
     trial.world.pass_time(1.5 * INTERVAL_S)
@@ -60,10 +54,7 @@ def _together(trial: Trial) -> None:
 
 def _apart(trial: Trial) -> None:
     """A request waits for ten intervals, and others come meanwhile."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     readers = []
     for _ in range(10):
         readers.append(trial.decode(d, trial.prefilled(p)))
@@ -201,10 +192,7 @@ def _dead_peer(trial: Trial) -> None:
 
 def _unsent_is_counted(trial: Trial) -> None:
     """The holder dies; its reader's heartbeats cannot be sent any more."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     trial.world.pass_time(2 * INTERVAL_S)

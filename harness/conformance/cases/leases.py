@@ -71,10 +71,7 @@ def _aborts(trial: Trial) -> None:
 
 def _never_back(trial: Trial) -> None:
     """One heartbeat early in a lease, which alone would end it sooner; then none."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     trial.world.network.link = only_first(Kind.HEARTBEAT, trial)
     trial.decode(d, leg)
@@ -110,10 +107,7 @@ def losing(kind: Kind, trial: Trial) -> LinkPolicy:
 
 def _unknown(trial: Trial) -> None:
     """A heartbeat comes for a lease that has ended; then a new request of no relation is prefilled."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     trial.world.pass_time(LEASE_S / 2)
@@ -150,10 +144,7 @@ def _expiry(trial: Trial) -> None:
 
 def _all_looked_at(trial: Trial) -> None:
     """An older lease is renewed, a younger one is not."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     kept = trial.prefilled(p)
     trial.decode(d, kept)
     left = trial.prefilled(p)
@@ -164,10 +155,7 @@ def _all_looked_at(trial: Trial) -> None:
 
 def _inbox_first(trial: Trial) -> None:
     """The holder stands still until after a lease's end, with a renewal in its inbox that came in time."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     trial.world.pass_time(LEASE_S / 2)
@@ -185,10 +173,7 @@ def _inbox_first(trial: Trial) -> None:
 
 def _queued_for_long(trial: Trial) -> None:
     """A reader waits in the decode side's queue for ten lease lengths."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     for part in range(1, 11):
@@ -205,10 +190,7 @@ def _queued_for_long(trial: Trial) -> None:
 
 def _crash(trial: Trial) -> None:
     """The reader dies in the queue."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     trial.decode(d, leg)
     trial.world.pass_time(LEASE_S * 1.5)
@@ -220,10 +202,7 @@ def _crash(trial: Trial) -> None:
 
 def _odd_duration(trial: Trial) -> None:
     """A duration that is no multiple of six, with a reader that queues."""
-    trial.terms(lease_s=5.0)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(5.0)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     trial.world.pass_time(20.0, step_ns=NS_PER_S // 10)
@@ -233,10 +212,7 @@ def _odd_duration(trial: Trial) -> None:
 
 def _short_duration(trial: Trial) -> None:
     """The shortest duration in whole seconds."""
-    trial.terms(lease_s=1.0)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(1.0)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     trial.world.pass_time(5.0)
@@ -270,10 +246,7 @@ def _unlike_durations(trial: Trial) -> None:
 
 def _many_ids(trial: Trial) -> None:
     """Requests whose ids hold any printable characters."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     names = ["plain", "with,comma", "with:colon", "HB:like-a-heartbeat", "1:2", "x" * 100, "~!@#$%^&*()"]
     legs = [trial.prefilled(p, name=name) for name in names]
     readers = [trial.decode(d, leg) for leg in legs]

@@ -33,10 +33,7 @@ def _read(trial: Trial) -> None:
 
 def _aborted_in_queue(trial: Trial) -> None:
     """A request is aborted before it is scheduled."""
-    trial.terms(lease_s=LEASE_S)
-    p, d = trial.pair(decode_slots=1)
-    trial.connected(p, d)
-    trial.fill(d)
+    p, d = trial.busy(LEASE_S)
     leg = trial.prefilled(p)
     reader = trial.decode(d, leg)
     trial.world.pass_time(0.5)
