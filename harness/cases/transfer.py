@@ -91,11 +91,14 @@ async def _stalled(stage: Stage) -> None:
 def _stall_ends(seen: CaseRun) -> CheckResult:
     """Fail if a slow read costs more than its own request its time."""
     slow, beside = seen.call("stalled"), seen.call("beside")
-    problems = [seen.ended(c) for c in (slow, beside) if not seen.right(c)]
-    problems += ["the other request waited for it"] if beside.first_ns > slow.first_ns else []
-    unknown = "" if slow.seconds >= STALL_S or problems else "the read was not held up"
-    if beside.sent_ns > slow.first_ns:
-        problems, unknown = [], "the other request came only when the read was no longer held up"
+    problems, unknown = [seen.ended(c) for c in (slow, beside) if not seen.right(c)], ""
+    if not problems:  # What has no first token has no part in the comparison.
+        if slow.first_ns - slow.sent_ns < STALL_S * 1e9:
+            unknown = "the read was not held up"
+        elif beside.sent_ns > slow.first_ns:
+            unknown = "the other request came only when the read was no longer held up"
+        elif beside.first_ns > slow.first_ns:
+            problems = ["the other request waited for it"]
     return told("stalled", "A slow read ends, and holds up nobody else", ["L3", "L6", "KVC-XFER-001"], problems,
                 f"{seen.ended(slow)}; {seen.ended(beside)}", unknown=unknown)  # fmt: skip
 

@@ -32,7 +32,8 @@ def failed(policy: str) -> CaseHistory:
 
 def stalled() -> CaseHistory:
     h = CaseHistory("stalled_transfer")
-    h.request("stalled", 1, took=4.6)
+    h.call("stalled", "prefill", 1, 0.1)
+    h.call("stalled", "decode", 1.1, 4.9, first=4.5)
     h.request("beside", 2)
     h.finale(7)
     return h
@@ -152,7 +153,9 @@ BROKEN: list[tuple[str, str, Callable[[CaseHistory], None]]] = [
     ("failed_transfer_recompute", "cache", lambda h: h.answers_wrongly("again")),
     ("failed_transfer_recompute", "counted", changed_looks("final", "d0", **{FAILED_TRANSFERS: 0.0})),
     ("failed_transfer_recompute", "counted", changed_looks("final", "d0", **{FAILED_TRANSFERS: 4.0})),
-    ("stalled_transfer", "stalled", changed_calls("beside", "decode", end_ns=at(9))),
+    ("stalled_transfer", "stalled", changed_calls("beside", "decode", first_ns=at(5.7), end_ns=at(6))),
+    ("stalled_transfer", "stalled", lambda h: h.fails("stalled", "decode")),
+    ("stalled_transfer", "stalled", lambda h: h.fails("beside", "decode")),
     ("stalled_transfer", "stalled", lambda h: h.answers_wrongly("stalled")),
     ("abort_in_transfer", "clean", changed_looks("released", "p0", usage=HELD)),
     ("abort_in_transfer", "clean", changed_looks("emptied", "d0", usage=HELD)),
@@ -205,5 +208,11 @@ def test_the_writer_must_be_left_alone_when_the_reader_restarts(tmp_path: Path) 
 
 def test_a_stall_that_did_not_happen_proves_nothing(tmp_path: Path) -> None:
     h = stalled()
-    h.change_calls("stalled", "decode", end_ns=at(3.5))
+    h.change_calls("stalled", "decode", first_ns=at(2.5))
+    assert h.judged(tmp_path / "run")["stalled"].verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_request_that_came_behind_the_stall_proves_nothing(tmp_path: Path) -> None:
+    h = stalled()
+    h.change_calls("beside", "decode", sent_ns=at(5.7), first_ns=at(5.8), end_ns=at(6))
     assert h.judged(tmp_path / "run")["stalled"].verdict is Verdict.INCONCLUSIVE
